@@ -1,0 +1,91 @@
+"""All tasks of a meta-batch in one call.
+
+The inner loop runs under ``torch.vmap``, so that a rule sees one task's tensors and its norms are per task without
+being told. Gradients step out of vmap for a moment: only the forward is vmapped there, and plain
+``torch.autograd.grad`` differentiates the sum of the losses in the task-stacked parameters; the losses of tasks are
+independent, so that is each task's gradient. Many times faster than a loop on small networks, where the cost is
+dispatching operations.
+
+Nesting ``torch.func.grad`` in vmap would be shorter, and wrong: the batching rules of the backward of BatchNorm and
+LayerNorm take the saved mean and variance as constants, so their second derivatives, and with them the meta-gradient,
+lose terms without a word (seen with torch 2.14; ``tests/test_inner.py`` keeps watch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..types import Params, Task
+from .loop import SGD, Adapted, Constants, InnerLoop, Loss, check_depends
+
+
+class _Outside(torch.autograd.Function):
+    """Losses and gradients of all tasks, from inside vmap, by autograd outside of it.
+
+    ``apply(loss, keys, constants, graph, unused, x, y, *parameters and constants)``: vmap hands `vmap` the stacked
+    tensors one level down, where ordinary autograd records what happens to them.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        raise RuntimeError("only called under vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        raise RuntimeError("only called under vmap")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: _Call, *values: Tensor) -> Any:
+        """Tensors with the task dimension in front; without one, they are the same for all tasks."""
+        first = len(in_dims) - len(values)
+        stacked = [
+            v.expand(info.batch_size, *v.shape) if d is None else v.movedim(d, 0)
+            for v, d in zip(values, in_dims[first:], strict=True)
+        ]
+        count = len(call.keys)
+        leaves, constants = stacked[:count], call.constants(stacked[count:])
+        with torch.enable_grad():
+            if not call.graph:
+                leaves = [v.detach() for v in leaves]
+            leaves = [v if v.requires_grad else v.requires_grad_() for v in leaves]
+            many = torch.vmap(call.loss, randomness=info.randomness)
+            losses = many(dict(zip(call.keys, leaves, strict=True)), constants)
+            check_depends(losses)
+            found = torch.autograd.grad(losses.sum(), leaves, create_graph=call.graph, allow_unused=True)
+        call.unused.update(k for k, g in zip(call.keys, found, strict=True) if g is None)
+        grads = [torch.zeros_like(v) if g is None else g for v, g in zip(leaves, found, strict=True)]
+        return (losses, *grads), (0,) * (1 + count)
+
+
+class _Call:
+    """What `_Outside` is told beside tensors, and the one thing that it tells back."""
+
+    def __init__(self, loss: Loss, keys: list[str], fixed: list[str], graph: bool) -> None:
+        self.loss, self.keys, self.fixed, self.graph = loss, keys, fixed, graph
+        self.unused: set[str] = set()
+
+    def constants(self, values: list[Tensor]) -> Constants:
+        x, y, *rest = values
+        return dict(zip(self.fixed, rest, strict=True)), x, y
+
+
+def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> tuple[Params, Tensor]:
+    fixed, x, y = constants
+    call = _Call(loss, list(params), list(fixed), graph)
+    value, *grads = _Outside.apply(call, *params.values(), x, y, *fixed.values())
+    return {k: g for k, g in zip(params, grads, strict=True) if k not in call.unused}, value
+
+
+def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
+    """See `metasam.inner.loop.Engine`."""
+    count = len(tasks.support[1])
+
+    def one(sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, given: Sequence[Params]) -> Any:
+        return loop.run(params, Task((sx, sy), (qx, qy)), _gradient, SGD(loop.lr), given, weight=count)
+
+    # each task draws its own dropout masks
+    return Adapted(*torch.vmap(one, randomness="different")(*tasks.support, *tasks.query, list(given)))

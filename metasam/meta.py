@@ -1,0 +1,530 @@
+"""MAML and Sharp-MAML: sharpness-aware steps in the inner loop, the outer loop, or both.
+
+Finn et al. 2017 (arXiv 1703.03400); Abbas et al. 2022 (arXiv 2206.03996).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from . import batchnorm as norms
+from . import inner
+from .optim import SharpnessAware
+from .rules import Plain, Rule, make
+from .types import Params, State, Task
+
+VARIANTS = {"none": (False, False), "low": (True, False), "up": (False, True), "both": (True, True)}
+"""Where a variant is sharpness-aware: (inner loop, outer loop)."""
+
+Tasks = Task | Iterable[Task]
+"""A batch of tasks (leading task dimension), or an iterable of batches or single tasks."""
+
+
+class Step(NamedTuple):
+    """What one meta-step saw, at the undisplaced parameters."""
+
+    loss: float
+    accuracy: float | None
+    """Query accuracy; None for regression."""
+    skipped: bool
+    """Whether nothing was updated because a gradient was not finite."""
+
+
+class Evaluation(NamedTuple):
+    """Means over tasks with 95% intervals, ``1.96 std / sqrt(n)``."""
+
+    accuracy: float | None
+    """Mean query accuracy after adaptation, in [0, 1]; None for regression."""
+    ci95: float
+    """Half width of the interval of the accuracy; for regression, of the loss."""
+    n: int
+    """Number of tasks."""
+    loss: float
+    """Mean query loss after adaptation."""
+    loss_ci95: float
+    """Half width of its interval."""
+    per_task: list[float]
+    """What ``ci95`` is over: accuracy (regression: loss) of each task, for paired comparisons."""
+    transductive: bool
+    """Whether BatchNorm let a query example's prediction depend on the other queries."""
+
+
+class SharpMAML:
+    """Learn parameters from which a few gradient steps solve a task, with sharpness-awareness on either level.
+
+    ``none`` is MAML. ``low``: every inner step descends from ``w + eps``, eps climbing the support loss. ``up``: the
+    meta-gradient is taken at ``w + eps``, eps climbing the meta-loss, and the inner loops run again from there on the
+    same tasks. ``both``: both, inner eps recomputed at ``w + eps``. With K inner steps a meta-step costs, in
+    meta-gradients x inner gradients: none 1 x K, low 1 x 2K, up 2 x K, both 2 x 2K.
+
+    Args:
+        model: the network, called with one argument. It is trained in place.
+        loss_fn: ``(output, y) -> scalar``, e.g. ``torch.nn.functional.cross_entropy``.
+        inner_lr: learning rate of the inner SGD.
+        inner_steps: number of inner steps, K.
+        variant: "none", "low", "up" or "both". None: where ``inner_rule`` and ``outer_rule`` are given, else "both".
+        rule: the rule of every sharp slot: a name in `metasam.rules.NAMED`, or a Rule.
+        inner_rule: the inner slot's own, instead of ``rule``.
+        outer_rule: the outer slot's own, instead of ``rule``.
+        rho_low: radius of the inner rule; None: the rule's own. The paper's mini-ImageNet runs use 5e-4 on both levels.
+        rho_up: radius of the outer rule.
+        first_order: take inner gradients as constants (FOMAML).
+        engine: "higher" (task by task; any model), "vmap" (all tasks at once; much faster on small networks), or
+            "auto": vmap if the model allows. `engine_used` and `engine_reason` tell which it took.
+        through: differentiate through the inner eps. None: as the rule says (yes, as the released code does).
+        reuse_inner_eps: "both" only: the pass at ``w + eps`` reuses the inner displacements found at w (eq. 14 of the
+            paper) instead of recomputing them as the released code does. Cheaper, and another algorithm.
+        inner_params: glob patterns of the parameters that adapt, e.g. ``["head.*"]`` (ANIL). None: all.
+        batchnorm: "batch", "per_step" or "frozen", see `metasam.batchnorm.POLICIES`.
+        chunk_size: tasks whose graph is alive at once in `step`; None: all for vmap, one for higher.
+
+    Raises:
+        ValueError: a setting out of range, a model without trainable parameters, patterns that match nothing.
+        TypeError: ``model`` is no module, ``loss_fn`` cannot be called, or a rule is neither a name nor a Rule.
+
+    >>> model = nn.Linear(2, 1)
+    >>> maml = SharpMAML(model, nn.functional.mse_loss, inner_lr=0.1, inner_steps=1, variant="both", rho_low=0.01)
+    >>> x, y = torch.randn(4, 10, 2), torch.randn(4, 10, 1)  # 4 tasks
+    >>> loss = maml.step(Task(support=(x, y), query=(x, y)), torch.optim.Adam(model.parameters()))
+    >>> maml.engine_used
+    'vmap'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Tensor], Tensor],
+        *,
+        inner_lr: float,
+        inner_steps: int,
+        variant: str | None = None,
+        rule: str | Rule = "sam",
+        inner_rule: str | Rule | None = None,
+        outer_rule: str | Rule | None = None,
+        rho_low: float | None = None,
+        rho_up: float | None = None,
+        first_order: bool = False,
+        engine: str = "auto",
+        through: bool | None = None,
+        reuse_inner_eps: bool = False,
+        inner_params: Sequence[str] | None = None,
+        batchnorm: str = "batch",
+        chunk_size: int | None = None,
+    ) -> None:
+        _check_model(model)
+        if not callable(loss_fn):
+            raise TypeError(f"expected loss_fn(output, y) to be callable, got {loss_fn!r}")
+        if not (isinstance(inner_lr, int | float) and math.isfinite(inner_lr) and inner_lr > 0):
+            raise ValueError(f"expected inner_lr > 0 and finite, got inner_lr={inner_lr!r}")
+        _check_count("inner_steps", inner_steps)
+        if chunk_size is not None:
+            _check_count("chunk_size", chunk_size)
+        _check_choice("engine", engine, ("auto", *inner.ENGINES))
+        _check_choice("batchnorm", batchnorm, norms.POLICIES)
+        sharp_low, sharp_up = _sharp_slots(variant, inner_rule, outer_rule)
+        self.variant = next(name for name, where in VARIANTS.items() if where == (sharp_low, sharp_up))
+        self.inner_rule = _slot(sharp_low, inner_rule or rule, "rho_low", rho_low, through)
+        self.outer_rule = _slot(sharp_up, outer_rule or rule, "rho_up", rho_up, None)
+        if reuse_inner_eps and self.variant != "both":
+            raise ValueError(f"reuse_inner_eps needs variant='both', got variant={self.variant!r}")
+        self.model, self.engine, self.chunk_size = model, engine, chunk_size
+        self.inner_params = None if inner_params is None else list(inner_params)
+        self.loop = inner.InnerLoop(
+            model,
+            loss_fn,
+            self.inner_rule,
+            inner_lr,
+            inner_steps,
+            self._adapted(),
+            first_order,
+            policy=batchnorm,
+            per_step=norms.PerStep(model, inner_steps) if batchnorm == "per_step" else None,
+            keep_eps=reuse_inner_eps,
+        )
+        self.inner_rule.init({k: p for k, p in model.named_parameters() if k in self.loop.adapted})
+        self.engine_used: str | None = None
+        self.engine_reason: str | None = None
+        self.gradient_evaluations = 0.0
+        self.last: Step | None = None
+        self._classes: int | None = None
+        self._outer: SharpnessAware | None = None
+        self._outer_state: tuple[State | None, int] = None, 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Evaluations so far, counted a task: gradients on support and query sets, forwards alone."""
+        return {k: self.loop.counts[k] for k in ("support", "query", "forward")}
+
+    @property
+    def skipped(self) -> int:
+        """Meta-steps that updated nothing because a gradient was not finite."""
+        return self._outer_now[1]
+
+    @property
+    def _outer_now(self) -> tuple[State | None, int]:
+        return self._outer_state if self._outer is None else (self._outer.rule_state, self._outer.skipped)
+
+    # training
+
+    def meta_loss(self, tasks: Tasks) -> Tensor:
+        """Mean query loss after adaptation, differentiable in the model's parameters.
+
+        Args:
+            tasks: a batch of tasks, or an iterable of batches or single tasks, whose shapes may differ.
+
+        Raises:
+            ValueError: malformed tasks, labels out of range, a loss that is no scalar, a model the engine cannot take.
+        """
+        batches = self._batches(tasks)
+        with self._ready(self.loop, batches[0]):
+            return torch.cat([self._adapt(self.loop, batch).loss for batch in batches]).mean()
+
+    def step(self, tasks: Tasks, optimizer: Optimizer, val_tasks: Tasks | None = None) -> Tensor:
+        """One meta-step: the outer rule evaluates the meta-loss as often as it needs, then ``optimizer`` updates.
+
+        Args:
+            tasks: as for `meta_loss`.
+            optimizer: a plain optimizer of the model's parameters; the outer rule shapes the gradients it steps on.
+            val_tasks: held-out tasks, for outer rules that ask for them.
+
+        Returns:
+            The meta-loss at the undisplaced parameters, a 0-dim tensor; `last` has the accuracy too.
+
+        Raises:
+            TypeError: ``optimizer`` is sharpness-aware already; say so with ``variant`` and ``outer_rule`` instead.
+            ValueError: as `meta_loss`.
+        """
+        outer = self._wrap(optimizer)
+        batches = self._batches(tasks)
+        with self._ready(self.loop, batches[0]):
+            closure, accuracies = self._closure(batches)
+            others = {} if val_tasks is None else {"val": self._closure(self._batches(val_tasks))[0]}
+            before, skipped = self.loop.counts.copy(), outer.skipped
+            loss = outer.step(closure, **others)
+        spent = self.loop.counts - before
+        unit = sum(map(_size, batches)) * (self.loop.steps + 1)
+        self.gradient_evaluations += (spent["support"] + spent["query"] + spent["forward"] / 3) / unit
+        self.last = Step(float(loss), accuracies[0], outer.skipped > skipped)
+        return loss
+
+    def _closure(self, batches: list[Task]) -> tuple[Callable[[], Tensor], list[float | None]]:
+        """The meta-loss as a closure, and the accuracies that its calls will note.
+
+        Backward runs chunk by chunk, so that the graph of one chunk is alive at a time.
+        """
+        chunk = self.chunk_size or (1 if self.engine_used == "higher" else None)
+        chunks = [part for batch in batches for part in _split(batch, chunk)]
+        total = sum(map(_size, chunks))
+        displacements: list[list[Params]] = []
+        accuracies: list[float | None] = []
+
+        def closure() -> Tensor:
+            losses, hits = [], []
+            known = list(displacements)
+            for i, part in enumerate(chunks):
+                found = self._adapt(self.loop, part, given=known[i] if known else ())
+                if self.loop.keep_eps and not known:
+                    displacements.append(found.eps)
+                (found.loss.sum() / total).backward()
+                losses.append(found.loss.detach())
+                hits += [h for h in [_accuracy(found, part)] if h is not None]
+            accuracies.append(float(torch.cat(hits).mean()) if hits else None)
+            return torch.cat(losses).mean()
+
+        return closure, accuracies
+
+    def _wrap(self, optimizer: Optimizer) -> SharpnessAware:
+        if isinstance(optimizer, SharpnessAware):
+            raise TypeError(
+                f"expected a plain optimizer, got {type(optimizer).__name__}, which is sharpness-aware already: pass "
+                "its base, and say what the outer loop does with variant= and outer_rule="
+            )
+        if self._outer is None or self._outer.base is not optimizer:
+            state = self._outer_now
+            self._outer = SharpnessAware(optimizer, self.outer_rule, model=self.model)
+            self._outer.rule_state, self._outer.skipped = state
+        return self._outer
+
+    # using what was learnt
+
+    def adapt(self, task: Task, *, steps: int | None = None, plain: bool = False) -> nn.Module:
+        """The model adapted to one task: an independent copy in eval mode, without any graph, fit for pickling.
+
+        Args:
+            task: one task (no task dimension); only its support set is used.
+            steps: inner steps; None: as in training.
+            plain: adapt without SAM.
+
+        Raises:
+            ValueError: a malformed task.
+        """
+        x, y = task.support
+        batch = self._batches(Task((x[None], y[None]), (x[None], y[None])))[0]
+        loop = self._judging(steps, plain)
+        with torch.no_grad(), self._ready(loop, batch):
+            fast = self._adapt(loop, batch).params
+            adapted = copy.deepcopy(self.model)
+            for name, p in adapted.named_parameters():
+                p.grad = None
+                if name in fast:
+                    p.copy_(fast[name][0])
+            statistics = {} if loop.per_step is None else loop.per_step.at(loop.steps, write=False)
+            norms.settle(adapted, loop.policy, statistics)
+        return adapted
+
+    def evaluate(self, tasks: Tasks, *, steps: int | None = None, plain: bool = False) -> Evaluation:
+        """Adapt to each task and judge on its query set; no graph is built and nothing is updated.
+
+        Args:
+            tasks: a batch of tasks, or an iterable of batches or single tasks.
+            steps: inner steps; None: as in training.
+            plain: adapt without SAM, whatever training did.
+
+        Raises:
+            ValueError: no tasks, or malformed ones.
+        """
+        loop = self._judging(steps, plain)
+        losses: list[Tensor] = []
+        hits: list[Tensor] = []
+        with torch.no_grad():
+            for batch in [tasks] if isinstance(tasks, Task) else tasks:
+                for part in self._batches(batch if _is_batch(batch) else [batch]):
+                    with self._ready(loop, part):
+                        found = self._adapt(loop, part)
+                    losses.append(found.loss.double().cpu())
+                    hits += [h.double().cpu() for h in [_accuracy(found, part)] if h is not None]
+        if not losses:
+            raise ValueError("expected at least one task to evaluate, got none")
+        judged = torch.cat(hits or losses)
+        loss, loss_ci95 = _mean_ci95(torch.cat(losses))
+        mean, ci95 = _mean_ci95(judged)
+        transductive = norms.is_transductive(self.model, loop.policy)
+        return Evaluation(mean if hits else None, ci95, len(judged), loss, loss_ci95, judged.tolist(), transductive)
+
+    def _judging(self, steps: int | None, plain: bool) -> inner.InnerLoop:
+        loop = self.loop
+        if steps is not None and steps != loop.steps:
+            _check_count("steps", steps)
+            if loop.per_step is not None:
+                raise ValueError(f"batchnorm='per_step' has statistics for {loop.steps} inner steps, got steps={steps}")
+        rule = Plain() if plain else loop.rule
+        return dataclasses.replace(
+            loop, rule=rule, steps=steps or loop.steps, training=False, keep_eps=False, counts=type(loop.counts)()
+        )
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, outer rule's state, per-step statistics, counters; the optimizer has a ``state_dict`` of its own."""
+        rule_state, skipped = self._outer_now
+        return {
+            "model": self.model.state_dict(),
+            "outer": rule_state,
+            "skipped": skipped,
+            "per_step": None if self.loop.per_step is None else dict(self.loop.per_step.buffers),
+            "counts": self.counts,
+            "gradient_evaluations": self.gradient_evaluations,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; tensors are copied.
+
+        Raises:
+            RuntimeError: another model's state.
+        """
+        self.model.load_state_dict(state_dict["model"])
+        device = next(self.model.parameters()).device
+        rule_state = state_dict["outer"]
+        if rule_state is not None:
+            rule_state = {
+                slot: {k: t.to(device, copy=True) for k, t in value.items()} if isinstance(value, dict) else value
+                for slot, value in rule_state.items()
+            }
+        self._outer_state = rule_state, state_dict["skipped"]
+        if self._outer is not None:
+            self._outer.rule_state, self._outer.skipped = self._outer_state
+        for k, b in {} if self.loop.per_step is None else self.loop.per_step.buffers.items():
+            b.copy_(state_dict["per_step"][k])
+        self.loop.counts.clear()
+        self.loop.counts.update(state_dict["counts"])
+        self.gradient_evaluations = state_dict["gradient_evaluations"]
+
+    # inside
+
+    def _adapted(self) -> frozenset[str]:
+        """Names of the parameters that adapt; which are frozen may change between steps."""
+        free = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        if self.inner_params is None:
+            return frozenset(free)
+        for pattern in self.inner_params:
+            if not fnmatch.filter(free, pattern):
+                raise ValueError(
+                    f"inner_params={pattern!r} matches no trainable parameter; there are: {', '.join(free[:8])}"
+                    f"{', ...' if len(free) > 8 else ''}"
+                )
+        return frozenset(n for p in self.inner_params for n in fnmatch.filter(free, p))
+
+    def _batches(self, tasks: Tasks) -> list[Task]:
+        """Batches of equal shapes on the model's device, with everything checked that can be without the model."""
+        if isinstance(tasks, Task):
+            if not tasks.support[1].is_floating_point() and tasks.support[1].ndim < 2:
+                raise ValueError(
+                    "expected a batch of tasks with a leading task dimension, support y of shape [T, n], "
+                    f"got {list(tasks.support[1].shape)}: pass [task] for a single task"
+                )
+            batches = [tasks]
+        else:
+            given = list(tasks)
+            strangers = [type(t).__name__ for t in given if not isinstance(t, Task)]
+            if strangers or not given:
+                raise ValueError(f"expected a Task or several, got {strangers[0] if strangers else 'none'}")
+            single = [t for t in given if not _is_batch(t)]
+            if len(single) == len(given) and len({_shapes(t) for t in given}) == 1:
+                batches = [Task.stack(given)]
+            else:
+                batches = [t if _is_batch(t) else Task.stack([t]) for t in given]
+        for batch in batches:
+            _check_batch(batch)
+        return [batch.to(next(self.model.parameters()).device) for batch in batches]
+
+    @contextmanager
+    def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[None]:
+        """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch)."""
+        modes = [(m, m.training) for m in self.model.modules()]
+        if not loop.training:
+            self.model.eval()
+        try:
+            with (
+                norms.mode(self.model, loop.policy, training=loop.training),
+                inner.differentiable(self.model),
+            ):
+                if self.engine_used is None:
+                    self._classes = inner.classes(loop, self._params(), batch)
+                    self._check_labels(batch)
+                    self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
+                yield
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+
+    def _adapt(self, loop: inner.InnerLoop, batch: Task, given: Sequence[Params] = ()) -> inner.Adapted:
+        self._check_labels(batch)
+        loop = dataclasses.replace(loop, adapted=self._adapted())
+        return inner.ENGINES[self.engine_used or "higher"](loop, self._params(), batch, given)
+
+    def _params(self) -> Params:
+        return dict(self.model.named_parameters())
+
+    def _check_labels(self, batch: Task) -> None:
+        if self._classes is not None:
+            inner.check_labels(batch, self._classes)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+    lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"parameter {lazy[0]!r} has no shape yet: call the model once before handing it over")
+    if not any(p.requires_grad for p in model.parameters()):
+        have = "only frozen parameters" if any(True for _ in model.parameters()) else "no parameters"
+        raise ValueError(f"expected a model with trainable parameters, {type(model).__name__} has {have}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"expected {name} to be an integer >= 1, got {name}={value!r}")
+
+
+def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"expected {name} among {', '.join(choices)}, got {name}={value!r}")
+
+
+def _sharp_slots(
+    variant: str | None, inner_rule: str | Rule | None, outer_rule: str | Rule | None
+) -> tuple[bool, bool]:
+    """Which slots (inner, outer) hold a rule other than Plain."""
+    if variant is None:
+        if inner_rule is None and outer_rule is None:
+            return VARIANTS["both"]
+        return not _is_plain(inner_rule), not _is_plain(outer_rule)
+    _check_choice("variant", variant, VARIANTS)
+    sharp = VARIANTS[variant]
+    for slot, rule, takes in zip(("inner_rule", "outer_rule"), (inner_rule, outer_rule), sharp, strict=True):
+        if rule is not None and takes == _is_plain(rule):
+            raise ValueError(
+                f"variant={variant!r} and {slot}={rule!r} contradict each other: leave variant out, or {slot}"
+            )
+    return sharp
+
+
+def _is_plain(rule: str | Rule | None) -> bool:
+    return rule is None or rule == "plain" or isinstance(rule, Plain)
+
+
+def _slot(sharp: bool, rule: str | Rule, radius: str, rho: float | None, through: bool | None) -> Rule:
+    if sharp:
+        return make(rule, rho=rho, through=through)
+    if rho is not None:
+        raise ValueError(f"{radius}={rho} has no rule to be the radius of: choose another variant, or leave it out")
+    return Plain()
+
+
+def _is_batch(task: Task) -> bool:
+    """Whether a task among several has a task dimension: labels are ``[T, n]``, targets ``[T, n, ...]``."""
+    y = task.support[1]
+    return y.ndim >= (3 if y.is_floating_point() else 2)
+
+
+def _shapes(task: Task) -> tuple[torch.Size, ...]:
+    return tuple(t.shape for t in (*task.support, *task.query))
+
+
+def _check_batch(batch: Task) -> None:
+    shapes = _shapes(batch)
+    names = ("support x", "support y", "query x", "query y")
+    shown = ", ".join(f"{n} {list(s)}" for n, s in zip(names, shapes, strict=True))
+    if any(len(s) < 2 for s in shapes) or len({s[0] for s in shapes}) > 1:
+        raise ValueError(
+            f"expected a batch of tasks, [T, n, ...] with one T in all four tensors, got {shown}: "
+            "pass [task] for a single task, or Task.stack([...]) for several"
+        )
+    if shapes[0][1] != shapes[1][1] or shapes[2][1] != shapes[3][1]:
+        raise ValueError(f"expected as many examples in x as in y, got {shown}")
+    if not all(s[0] and s[1] for s in shapes):
+        raise ValueError(f"expected at least one task, one support and one query example, got {shown}")
+
+
+def _size(batch: Task) -> int:
+    return len(batch.support[1])
+
+
+def _split(batch: Task, size: int | None) -> list[Task]:
+    size = size or _size(batch)
+    return [batch.map(lambda t, i=i: t[i : i + size]) for i in range(0, _size(batch), size)]
+
+
+def _accuracy(found: inner.Adapted, batch: Task) -> Tensor | None:
+    """Share of query examples whose largest output is their label, a task, ``[T]``; None: not classification."""
+    y = batch.query[1]
+    if y.is_floating_point() or not isinstance(found.output, Tensor) or found.output.ndim != y.ndim + 1:
+        return None
+    return (found.output.detach().argmax(2) == y).float().flatten(1).mean(1)
+
+
+def _mean_ci95(values: Tensor) -> tuple[float, float]:
+    """Mean and half width of the 95% interval; the width of a single value is NaN."""
+    spread = float(values.std(correction=1)) if len(values) > 1 else math.nan
+    return float(values.mean()), 1.96 * spread / math.sqrt(len(values))

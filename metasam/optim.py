@@ -1,0 +1,435 @@
+"""Rules as ordinary optimizers: `SharpnessAware`, a true ``torch.optim.Optimizer``, and the named methods on it.
+
+>>> model = torch.nn.Linear(3, 1)
+>>> optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+>>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+>>> def closure():
+...     optimizer.zero_grad()
+...     loss = torch.nn.functional.mse_loss(model(x), y)
+...     loss.backward()
+...     return loss
+>>> loss = optimizer.step(closure)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import batchnorm, tree
+from .perturb import Adaptive, Unnormalised
+from .rules import DirectionRule, Rule, Sharp
+from .types import Eval, Params, Part, State
+
+Closure = Callable[..., Any]
+"""``closure() -> loss``: clears gradients or not, computes the loss, calls backward. ``closure(part=...)`` for rules
+that evaluate parts of a batch."""
+
+
+class SharpnessAware(Optimizer):
+    """Take the steps of ``rule`` with the updates of ``base``.
+
+    Each ``step(closure)`` lets the rule evaluate the closure at displaced weights, puts the weights back bit for bit,
+    and steps ``base`` with the gradients that the rule chose. Learning rates, param groups and schedulers are the
+    base's: ``param_groups``, ``state`` and ``defaults`` are views of its own, so a scheduler may be given either
+    object. The rule's radii (``rho``) live in the param groups beside ``lr``, and can differ by group or be scheduled.
+
+    A step whose gradients are not finite changes nothing but `skipped`.
+
+    Args:
+        base: the optimizer that updates. LBFGS calls closures of its own and is refused.
+        rule: a `metasam.rules.Rule`.
+        model: gives parameters their names (ASAM tells weights from biases by them) and speeds up finding BatchNorm.
+            Without it names are those of ``base`` (``named_parameters()``), else numbers, and BatchNorm is found as it
+            is called.
+
+    BatchNorm counts a batch once: running statistics are those of the first train evaluation at undisplaced weights.
+
+    Raises:
+        TypeError: ``base`` is no optimizer, is sharpness-aware already, or is LBFGS; ``rule`` is no rule.
+        ValueError: the rule cannot work on these parameters.
+    """
+
+    base: Optimizer
+    rule: Rule
+    rule_state: State | None
+    model: nn.Module | None
+    skipped: int
+    """Steps skipped because a gradient was not finite."""
+
+    def __init__(self, base: Optimizer, rule: Rule, *, model: nn.Module | None = None) -> None:
+        if not isinstance(base, Optimizer):
+            raise TypeError(f"expected base to be a torch.optim.Optimizer, got {type(base).__name__}")
+        if isinstance(base, SharpnessAware):
+            raise TypeError(f"expected a plain base optimizer, got one that is sharpness-aware already: {base.rule}")
+        if isinstance(base, torch.optim.LBFGS):
+            raise TypeError("expected a base that steps on given gradients; LBFGS evaluates closures of its own")
+        if not isinstance(rule, Rule):
+            raise TypeError(f"expected a metasam.rules.Rule, got {rule!r}")
+        if model is not None:
+            _name(base, model)
+        for key in rule.hyper:
+            base.defaults.setdefault(key, getattr(rule, key))
+            for group in base.param_groups:
+                group.setdefault(key, getattr(rule, key))
+        # Optimizer.__init__ would give us groups of our own; __setstate__ only prepares its hooks
+        self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0})
+        rule.init(self._live())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base's param groups, which hold the rule's radii too."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base's state; the rule's own is `rule_state`."""
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base's defaults and the rule's radii."""
+        return self.base.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: self.__dict__[k] for k in ("base", "rule", "rule_state", "model", "skipped")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rule}, {self.base})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base; radii it does not name are the rule's."""
+        self.base.add_param_group(param_group)
+        self.rule.init(self._live())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the base's parameters."""
+        self.base.zero_grad(set_to_none)
+
+    def _live(self) -> Params:
+        """The parameters that want gradients, by name, or by number over all groups."""
+        live, number = {}, 0
+        for group in self.param_groups:
+            names = group.get("param_names") or range(number, number + len(group["params"]))
+            live.update({str(n): p for n, p in zip(names, group["params"], strict=True) if p.requires_grad})
+            number += len(group["params"])
+        return live
+
+    def _current_rule(self) -> Rule:
+        """The rule with the radii of the param groups: one value, or one by parameter where groups differ."""
+        radii: dict[str, Any] = {}
+        for key in self.rule.hyper:
+            values = [group[key] for group in self.param_groups]
+            if all(v is values[0] or v == values[0] for v in values):
+                radii[key] = values[0]
+            else:
+                sizes = [len(group["params"]) for group in self.param_groups]
+                each = [v for v, n in zip(values, sizes, strict=True) for _ in range(n)]
+                radii[key] = dict(zip(self._all_keys(), each, strict=True))
+        return dataclasses.replace(self.rule, **radii) if radii else self.rule  # type: ignore[type-var]
+
+    def _all_keys(self) -> list[str]:
+        keys: list[str] = []
+        for group in self.param_groups:
+            keys += map(str, group.get("param_names") or range(len(keys), len(keys) + len(group["params"])))
+        return keys
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None, **others: Closure) -> Any:
+        """One step; returns the loss at the undisplaced weights, as the closure gave it, detached.
+
+        Args:
+            closure: evaluates the training loss and calls backward; called once per gradient evaluation.
+            others: closures of other batches that the rule asks for, by name (``val=...``).
+
+        Raises:
+            TypeError: no closure.
+        """
+        if closure is None:
+            raise TypeError(
+                "expected step(closure): a sharpness-aware step evaluates the loss more than once. Write\n"
+                "    def closure():\n        optimizer.zero_grad()\n        loss = ...\n"
+                "        loss.backward()\n        return loss\n    optimizer.step(closure)"
+            )
+        live = self._live()
+        at = LiveOracle(self, live, {"train": closure, **others})
+        rule, params = self._current_rule(), tree.detach(live)
+        state = self.rule_state if self.rule_state is not None else rule.init(params)
+        with tree.fused():
+            if isinstance(rule, DirectionRule):
+                grads, state = rule.direction(at, params, state)
+                commit = not grads or tree.is_finite(grads)
+                _put(live, grads if commit else {})
+                if commit:
+                    self.base.step()
+            else:
+                moved, state = rule(at, descend := LiveDescent(self.base, live), params, state)
+                commit = descend.finite and tree.is_finite(moved)
+                if commit:
+                    _copy(live, moved)
+        if commit:
+            self.rule_state = state
+        else:
+            self.skipped += 1
+        return at.first_loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's ``state_dict`` with the rule's state in it: tensors as ``rule.<slot>``, numbers in group 0."""
+        packed = self.base.state_dict()
+        packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
+        numbers: dict[str, Any] = {"rule.skipped": self.skipped}
+        ids = dict(zip(self._all_keys(), (i for g in packed["param_groups"] for i in g["params"]), strict=True))
+        for slot, value in (self.rule_state or {}).items():
+            if isinstance(value, dict):
+                numbers[f"rule.{slot}"] = None  # so that an empty slot is told from a missing one
+                for key, tensor in value.items():
+                    packed["state"].setdefault(ids[key], {})[f"rule.{slot}"] = tensor
+            else:
+                numbers[f"rule.{slot}"] = value
+        if self.rule_state is None:
+            numbers["rule.fresh"] = True
+        packed["param_groups"][0].update(numbers)
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; a plain optimizer's is taken too, with the rule's radii and a fresh state."""
+        groups = [dict(g) for g in state_dict["param_groups"]]
+        # torch would cast per-parameter state to the parameter's dtype, and would alias it: ours is split off first
+        per_param = {
+            k: {n: t for n, t in v.items() if str(n).startswith("rule.")} for k, v in state_dict["state"].items()
+        }
+        plain = {
+            k: {n: t for n, t in v.items() if not str(n).startswith("rule.")} for k, v in state_dict["state"].items()
+        }
+        numbers = {k: groups[0].pop(k) for k in list(groups[0]) if k.startswith("rule.")}
+        for group, own in zip(groups, self.param_groups, strict=False):
+            for key in self.rule.hyper:
+                group.setdefault(key, own[key])
+        state = {**state_dict, "state": {k: v for k, v in plain.items() if v}, "param_groups": groups}
+        self.base.load_state_dict(state)
+        self.skipped = numbers.pop("rule.skipped", 0)
+        if not numbers or numbers.pop("rule.fresh", False):
+            self.rule_state = None
+            return
+        keys = dict(zip((i for g in groups for i in g["params"]), self._all_keys(), strict=True))
+        live = self._live()
+        self.rule_state = {}
+        for name, value in numbers.items():
+            if value is None:
+                found = {keys[i]: v[name] for i, v in per_param.items() if name in v}
+                self.rule_state[name[5:]] = {k: t.clone().to(live[k].device) for k, t in found.items()}
+            else:
+                self.rule_state[name[5:]] = value
+
+
+class LiveOracle:
+    """`metasam.types.Oracle` on live weights: displace, call the user's closure, take the gradients, put back."""
+
+    def __init__(self, optimizer: SharpnessAware, live: Params, closures: Mapping[str, Closure]) -> None:
+        self.optimizer, self.live, self.closures = optimizer, live, closures
+        self.first_loss: Any = None
+        self.counted = False
+
+    def __call__(
+        self,
+        eps: Params | None = None,
+        on: str = "train",
+        *,
+        part: Part | None = None,
+        local: bool = False,
+        grad: bool = True,
+        graph: bool = True,
+    ) -> Eval:
+        closure = self.closures.get(on)
+        if closure is None:
+            raise TypeError(f"{self.optimizer.rule} asks for the loss on {on!r}: call step(closure, {on}=...)")
+        with ExitStack() as stack:
+            if eps:
+                stack.enter_context(self._moved(eps))
+            if eps or on != "train" or self.counted:
+                stack.enter_context(batchnorm.frozen(self.optimizer.model))
+            for p in self.live.values():
+                p.grad = None
+            with torch.set_grad_enabled(grad), tree.fused(False):
+                loss = closure() if part is None else closure(part=part)
+            value = torch.as_tensor(float("nan") if loss is None else loss).detach()
+            if on == "train" and not eps and not self.counted:
+                self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
+            return Eval(value, self._take())
+
+    @contextmanager
+    def _moved(self, eps: Params) -> Iterator[None]:
+        """The live weights at ``+ eps``, and afterwards where they were: copied back, since ``(w + e) - e != w``."""
+        targets = [self.live[k] for k in eps]
+        home = [p.detach().clone() for p in targets]
+        try:
+            torch._foreach_add_(targets, list(eps.values()))
+            # autocast keeps low-precision copies of the weights, which would hide the displacement
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, home)
+            torch.clear_autocast_cache()
+
+    def _take(self) -> Params:
+        taken = {k: p.grad for k, p in self.live.items() if p.grad is not None}
+        for p in self.live.values():
+            p.grad = None
+        return taken
+
+
+class LiveDescent:
+    """`metasam.types.Descent` by the base optimizer: the live weights are put back, the base's state moves on."""
+
+    def __init__(self, base: Optimizer, live: Params) -> None:
+        self.base, self.live, self.finite = base, live, True
+
+    def __call__(self, params: Params, grads: Params) -> Params:
+        home = {k: p.detach().clone() for k, p in self.live.items()}
+        try:
+            _copy(self.live, params)
+            self.finite = self.finite and (not grads or tree.is_finite(grads))
+            if self.finite:
+                _put(self.live, grads)
+                self.base.step()
+            return {k: p.detach().clone() for k, p in self.live.items()}
+        finally:
+            _copy(self.live, home)
+
+    def lr(self, key: str) -> float:
+        """Learning rate of the group that holds parameter ``key``."""
+        return next(g["lr"] for g in self.base.param_groups if any(p is self.live[key] for p in g["params"]))
+
+    def momentum(self, params: Params) -> Params | None:
+        """Momentum buffers (SGD) or first moments (Adam), copied; None before the first update."""
+        slots = ("momentum_buffer", "exp_avg")
+        states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
+        found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
+        return found or None
+
+
+def _put(live: Params, grads: Params) -> None:
+    for k, p in live.items():
+        p.grad = grads.get(k)
+
+
+def _copy(live: Params, values: Params) -> None:
+    torch._foreach_copy_([p.detach() for p in live.values()], [values[k] for k in live])
+
+
+def _name(base: Optimizer, model: nn.Module) -> None:
+    """Give the groups of ``base`` the names of the model's parameters."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in base.param_groups:
+        missing = sum(id(p) not in names for p in group["params"])
+        if missing:
+            raise ValueError(
+                f"expected the parameters of model={type(model).__name__}, got {missing} that are not among them"
+            )
+        group["param_names"] = [names[id(p)] for p in group["params"]]
+
+
+def build_base(params: Any, base: Any, model: nn.Module | None, settings: Mapping[str, Any]) -> Optimizer:
+    """The base optimizer that a named method was asked for.
+
+    Args:
+        params: parameters, ``named_parameters()``, param groups, a finished optimizer, or None with ``model``.
+        base: optimizer class or factory; ignored for a finished optimizer.
+        model: whose parameters to take when ``params`` is None.
+        settings: keyword arguments of ``base`` (``lr=...``).
+
+    Raises:
+        TypeError: settings beside a finished optimizer, or neither parameters nor a model.
+    """
+    if isinstance(params, Optimizer):
+        if settings:
+            raise TypeError(f"expected no settings beside a finished optimizer, got {', '.join(settings)}")
+        return params
+    if params is None:
+        if model is None:
+            raise TypeError("expected parameters: model.parameters(), model.named_parameters(), or model=model")
+        params = model.named_parameters()
+    if isinstance(params, nn.Module):
+        raise TypeError("expected parameters, got a module: pass model.parameters(), or model=model")
+    made = base(params, **settings)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"expected base to make a torch.optim.Optimizer, got {type(made).__name__}")
+    return made
+
+
+Parameters = Optimizer | Iterable[Any] | None
+
+
+class SAM(SharpnessAware):
+    """Sharpness-Aware Minimization (Foret et al. 2021): ``u(grad L(w + rho g/||g||))``; 2 gradient evaluations a step.
+
+    Args:
+        params: ``model.parameters()``, ``model.named_parameters()``, param groups (with their own ``lr`` and ``rho`` if
+            wanted), or a finished optimizer: ``SAM(torch.optim.Adam(...), rho=0.05)``.
+        base: class of the base optimizer.
+        rho: radius; 0.05 suits CIFAR-10 and ImageNet, 0.1 CIFAR-100 (paper).
+        steps: ascent steps; more than one is multi-step SAM.
+        normalise: False is USAM, ``eps = rho g``, whose rho is not comparable.
+        model: see `SharpnessAware`.
+        settings: keyword arguments of ``base``.
+
+    Raises:
+        TypeError: see `SharpnessAware`.
+        ValueError: a negative or non-finite rho, or steps < 1.
+    """
+
+    def __init__(
+        self,
+        params: Parameters = None,
+        base: Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        rho: float = 0.05,
+        steps: int = 1,
+        normalise: bool = True,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        rule = Sharp(rho, steps=steps) if normalise else Sharp(rho, Unnormalised(), steps=steps)
+        super().__init__(build_base(params, base, model, settings), rule, model=model)
+
+
+class ASAM(SharpnessAware):
+    """Adaptive SAM (Kwon et al. 2021): ``eps = rho T^2 g/||T g||``, ``T = |w| + eta``; 2 gradient evaluations a step.
+
+    Args:
+        params: as in `SAM`; parameters need names here (``named_parameters()`` or ``model=``) unless ``only=None``.
+        base: class of the base optimizer.
+        rho: radius; 0.5 for CIFAR-10, 1.0 for CIFAR-100 (paper).
+        eta: stabiliser of T.
+        only: adapt parameters whose own name contains this, "weight" as the authors do; None adapts all.
+        model: see `SharpnessAware`.
+        settings: keyword arguments of ``base``.
+
+    Raises:
+        TypeError: see `SharpnessAware`.
+        ValueError: a negative or non-finite rho or eta, or no parameter to adapt (unnamed ones, for instance).
+    """
+
+    def __init__(
+        self,
+        params: Parameters = None,
+        base: Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        rho: float = 0.5,
+        eta: float = 0.01,
+        only: str | None = "weight",
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(build_base(params, base, model, settings), Sharp(rho, Adaptive(eta, only)), model=model)

@@ -1,0 +1,42 @@
+"""What a rule is: given a gradient oracle and a descent, take one step.
+
+A rule never changes what it is given, never sees a model, cannot tell whether a live optimizer, a differentiable inner
+loop or a batch of tasks calls it, and never lets gradient values decide how many evaluations it makes (the workers of
+a parallel run would disagree). Its state goes in and comes out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from ..types import Descent, Oracle, Params, State
+
+
+class Rule(ABC):
+    """One step of one method. Implementations are frozen dataclasses; ``hyper`` names the fields that a live
+    optimizer keeps in its param groups, where they can differ by group and be scheduled.
+    """  # noqa: D205
+
+    hyper: ClassVar[tuple[str, ...]] = ()
+
+    def init(self, params: Params) -> State:
+        """State before the first step; raises ValueError when the rule cannot work on these parameters."""
+        return {}
+
+    @abstractmethod
+    def __call__(self, at: Oracle, descend: Descent, params: Params, state: State) -> tuple[Params, State]:
+        """Return the parameters after one step, and the new state."""
+
+
+class DirectionRule(Rule):
+    """A rule that only shapes the gradient: it is asked for a direction, and one descent follows it."""
+
+    @abstractmethod
+    def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
+        """Return the gradients to descend along, and the new state."""
+
+    def __call__(self, at: Oracle, descend: Descent, params: Params, state: State) -> tuple[Params, State]:
+        """Descend once along `direction`."""
+        grads, state = self.direction(at, params, state)
+        return descend(params, grads), state

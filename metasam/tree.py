@@ -1,0 +1,133 @@
+"""Arithmetic on parameters: ``dict[str, Tensor]`` in, ``dict[str, Tensor]`` out; nothing is changed in place.
+
+A missing key means "no gradient": `add` keeps the union of keys, `dot` and `mul` the intersection.
+Every function has two bodies that agree: one tensor at a time, which autograd and ``vmap`` understand, and, inside
+:func:`fused`, one ``torch._foreach`` call over all tensors, which has no vmap rule but dispatches far fewer operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from .types import Params
+
+Factor = float | Tensor | Mapping[str, float | Tensor]
+"""A number, a 0-dim tensor, or either by key."""
+
+FLOOR = 1e-8
+"""Below about this norm a direction is rounding noise: `normalizer` lets it fade to zero, smoothly."""
+
+_fused: ContextVar[bool] = ContextVar("metasam_fused", default=False)
+
+
+@contextmanager
+def fused(on: bool = True) -> Iterator[None]:
+    """Within: one dispatched operation for all tensors (live optimizers; no autograd, no vmap)."""
+    token = _fused.set(on)
+    try:
+        yield
+    finally:
+        _fused.reset(token)
+
+
+def _one_device(tree: Params) -> bool:
+    return len({v.device for v in tree.values()}) == 1
+
+
+def add(a: Params, b: Params) -> Params:
+    """``a + b`` over the union of keys.
+
+    >>> add({"u": torch.ones(1)}, {"u": torch.ones(1), "v": torch.ones(1)})
+    {'u': tensor([2.]), 'v': tensor([1.])}
+    """
+    shared = [k for k in a if k in b]
+    if _fused.get() and shared:
+        sums = dict(zip(shared, torch._foreach_add([a[k] for k in shared], [b[k] for k in shared]), strict=True))
+    else:
+        sums = {k: a[k] + b[k] for k in shared}
+    return {**a, **b, **sums}
+
+
+def scale(tree: Params, factor: Factor) -> Params:
+    """``factor * tree``; a factor by key must cover every key."""
+    if isinstance(factor, Mapping):
+        return {k: v * _beside(factor[k], v) for k, v in tree.items()}
+    if _fused.get() and tree and _one_device(tree):
+        values = list(tree.values())
+        return dict(zip(tree, torch._foreach_mul(values, _beside(factor, values[0])), strict=True))
+    return {k: v * _beside(factor, v) for k, v in tree.items()}
+
+
+def _beside(factor: float | Tensor, tensor: Tensor) -> float | Tensor:
+    """A 0-dim factor may live on another device (parameters spread over several)."""
+    return factor.to(tensor.device) if isinstance(factor, Tensor) and factor.device != tensor.device else factor
+
+
+def mul(a: Params, b: Params) -> Params:
+    """``a * b`` entry by entry over the intersection of keys."""
+    shared = [k for k in a if k in b]
+    if _fused.get() and shared:
+        return dict(zip(shared, torch._foreach_mul([a[k] for k in shared], [b[k] for k in shared]), strict=True))
+    return {k: a[k] * b[k] for k in shared}
+
+
+def detach(tree: Params) -> Params:
+    """The same values as constants."""
+    return {k: v.detach() for k, v in tree.items()}
+
+
+def dot(a: Params, b: Params) -> Tensor:
+    """Inner product over the intersection of keys, a 0-dim tensor (float32 at least).
+
+    Raises:
+        ValueError: no key is shared.
+    """
+    shared = [k for k in a if k in b]
+    if not shared:
+        raise ValueError("expected two trees that share a key, got none in common")
+    home = a[shared[0]].device
+    return torch.stack([(_wide(a[k]) * _wide(b[k])).sum().to(home) for k in shared]).sum()
+
+
+def squared_norm(tree: Params) -> Tensor:
+    """``||tree||^2`` over all entries of all tensors, a 0-dim tensor (float32 at least).
+
+    >>> squared_norm({"u": torch.tensor([3.0]), "v": torch.tensor([4.0])})
+    tensor(25.)
+    """
+    if _fused.get() and tree and _one_device(tree):
+        values = [_wide(v) for v in tree.values()]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))).square()
+    return dot(tree, tree)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Sums of squares overflow float16 and lose everything in bfloat16."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def normalizer(square: Tensor) -> Tensor:
+    """``1/n`` for ``n = sqrt(square)``, fading smoothly to 0 below `FLOOR`.
+
+    ``n^2 / (n^2 + d^2)^(3/2)`` with d = `FLOOR`. The common ``1/(n + 1e-12)`` is as good in value, but whoever
+    differentiates ``g/n`` through it at a vanishing gradient gets 1e12; here the derivative is 0 there.
+    """
+    padded = square + FLOOR**2
+    return square / padded / padded.sqrt()
+
+
+def is_finite(tree: Params) -> bool:
+    """Whether every entry is finite (one synchronisation per device)."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for v in tree.values():
+        if v.numel() == 0:
+            continue
+        by_device.setdefault(v.device, []).append(v.detach())
+    # a maximum cannot overflow, as a sum of squares could; NaN propagates through it
+    norms = [torch.stack(torch._foreach_norm(vs, ord=float("inf"))) for vs in by_device.values()]
+    return all(bool(torch.isfinite(n).all()) for n in norms)
