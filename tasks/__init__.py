@@ -1,0 +1,32 @@
+"""Where tasks come from: few-shot families, each task of which is a pure function of (seed, split, number).
+
+    >>> from metasam.tasks import Sinusoid
+    >>> task = Sinusoid(shots=10).batch("train", range(4))
+    >>> task.support[0].shape
+    torch.Size([4, 10, 1])
+
+Families: `Sinusoid` (needs nothing), `Glyphs` (letters out of matplotlib's fonts, no download), `Omniglot`,
+`OmniglotOneShot`, and `ImageEpisodes` for images of one's own. Anything with the members of `TaskFamily` can stand
+in for them. Pillow, matplotlib and torchvision are imported when a family needs them.
+"""
+
+from metasam.tasks.baselines import modified_hausdorff_nearest_neighbour, pixel_nearest_neighbour
+from metasam.tasks.episodes import Episodes, EpisodeSampler, ImageEpisodes
+from metasam.tasks.family import SPLITS, TaskFamily
+from metasam.tasks.glyphs import Glyphs
+from metasam.tasks.omniglot import Omniglot, OmniglotOneShot
+from metasam.tasks.sinusoid import Sinusoid
+
+__all__ = [
+    "SPLITS",
+    "EpisodeSampler",
+    "Episodes",
+    "Glyphs",
+    "ImageEpisodes",
+    "Omniglot",
+    "OmniglotOneShot",
+    "Sinusoid",
+    "TaskFamily",
+    "modified_hausdorff_nearest_neighbour",
+    "pixel_nearest_neighbour",
+]
