@@ -1,0 +1,240 @@
+"""From the keys of a config to the objects of a run, without Hydra."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..configure import Config, did_you_mean, flatten, instantiate, locate, offer, parameters, plain
+
+if TYPE_CHECKING:
+    from metasam.meta import SharpMAML
+    from metasam.tasks.family import TaskFamily
+
+
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    maml: SharpMAML
+    family: TaskFamily
+    optimizer: torch.optim.Optimizer
+    config: Config
+    """The given config, with the key ``maml`` added: all that `instantiate` needs to build the meta-learner again."""
+
+
+def build(config: Config, device: torch.device | str = "cpu") -> Parts:
+    """Build the task family, the meta-learner and the optimizer that a config of ``metasam-train`` describes.
+
+    Weights are drawn after ``torch.manual_seed(config["seed"])``.
+
+    Raises:
+        ValueError: a value is out of its range, or a target is not found or refuses its arguments.
+    """
+    check(config)
+    family = tasks_of(config)
+    torch.manual_seed(config["seed"])
+    node = learner_node(config, family)
+    maml = learner(node, device)
+    weights = [p for p in maml.model.parameters() if p.requires_grad]
+    optimizer = _built("optim", {**config["optim"], "_partial_": True})(weights)
+    return Parts(maml, family, optimizer, {**config, "maml": node})
+
+
+def tasks_of(config: Config) -> TaskFamily:
+    """The task family of a config, which learns ways, shots, queries and seed if it names them."""
+    offered = {k: config[k] for k in ("ways", "shots", "queries", "seed")}
+    family: TaskFamily = _built("tasks", _offer("tasks", config["tasks"], offered))
+    members = ("output_size", "input_shape", "classification", "batch", "size", "describe")
+    missing = [m for m in members if not hasattr(family, m)]
+    if missing:
+        raise ValueError(
+            f"tasks: expected a task family, got {type(family).__name__} without {', '.join(missing)}: "
+            "see metasam.tasks.TaskFamily for what it needs"
+        )
+    return family
+
+
+def learner(node: Config, device: torch.device | str = "cpu") -> SharpMAML:
+    """The meta-learner of a node made by `learner_node`, its model on ``device``."""
+    model = _built("model", node["model"])
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    maml: SharpMAML = instantiate({**node, "model": model.to(device)})
+    return maml
+
+
+def learner_node(config: Config, family: TaskFamily) -> Config:
+    """Everything that the meta-learner is built from, as one node: ``instantiate(node)`` builds it."""
+    shape = [int(s) for s in family.input_shape]
+    sizes = {
+        "ways": family.output_size,
+        "output": family.output_size,
+        "output_size": family.output_size,
+        "in_channels": shape[0],
+        "image_size": shape[-1],
+        "input": math.prod(shape),
+        "input_shape": shape,
+    }
+    inside, outside = config["inner"], config["outer"]
+    node = {
+        "_target_": "metasam.meta.SharpMAML",
+        "model": _offer("model", config["model"], sizes),
+        "loss_fn": _loss(config["loss"]),
+        "inner_lr": inside["lr"],
+        "inner_steps": inside["steps"],
+        "inner_params": inside["params"],
+        "variant": config["variant"],
+        **{k: config[k] for k in ("first_order", "reuse_inner_eps", "batchnorm", "engine", "chunk_size")},
+    }
+    if config["variant"] in ("low", "both"):
+        node["inner_rule"] = _rule("rho_low", inside["rule"] or config["rule"], config["rho_low"])
+    if config["variant"] in ("up", "both"):
+        node["outer_rule"] = _rule("rho_up", outside["rule"] or config["rule"], config["rho_up"])
+    result: Config = plain(node)
+    return result
+
+
+def _rule(key: str, node: Config, rho: float | None) -> Config:
+    if rho is None:
+        return node
+    names, any_name = parameters(_target("rule", node))
+    if "rho" not in names and not any_name:
+        raise ValueError(f"{key}={rho}: the rule {node['_target_']} has no radius; leave {key} out")
+    return {**node, "rho": rho}
+
+
+def _loss(node: Config) -> Config:
+    """A class is built, a function is the loss itself."""
+    return {"_partial_": not inspect.isclass(_target("loss", node)), **node}
+
+
+def _offer(key: str, node: Config, offered: Mapping[str, Any]) -> Config:
+    _target(key, node)
+    return offer(node, **offered)
+
+
+def _target(key: str, node: Any) -> Any:
+    if not isinstance(node, Mapping) or node.get("_target_") in (None, "???"):
+        raise ValueError(f"{key}: expected something to build, got {node!r}: set {key}._target_=my_module.Name")
+    try:
+        return locate(node["_target_"])
+    except ValueError as error:
+        raise ValueError(f"{key}._target_: {error}") from error
+
+
+def _built(key: str, node: Config) -> Any:
+    return instantiate({key: node})[key]
+
+
+# -- what the values may be ----------------------------------------------------------------------------------------
+
+
+def check(config: Config) -> None:
+    """Raise ValueError naming the first key whose value is missing or out of its range."""
+    flat = flatten(config)
+    for key, value in flat.items():
+        if value == "???":
+            raise ValueError(f"expected a value for {key}, got none: set {key}=...")
+    for key, (fits, expected) in _RANGES.items():
+        if key in flat and not fits(flat[key]):
+            value = flat[key]
+            words = expected.removeprefix("one of ").split(", ") if isinstance(value, str) else []
+            raise ValueError(f"expected {key} to be {expected}, got {key}={value}{did_you_mean(str(value), words)}")
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least
+
+
+def _number(v: Any, *, zero: bool = False) -> bool:
+    return isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and (v > 0 or (zero and v == 0))
+
+
+def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: v is None or fits(v)
+
+
+def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: v in words, "one of " + ", ".join(words)
+
+
+def _patterns(v: Any) -> bool:
+    return isinstance(v, list) and bool(v) and all(isinstance(p, str) for p in v)
+
+
+_AT_LEAST_1 = (_whole(1), "a whole number of at least 1")
+_AT_LEAST_2 = (_whole(2), "a whole number of at least 2")
+_RADIUS = (_or_null(lambda v: _number(v, zero=True)), "a finite number of at least 0, or null")
+_SWITCH = (lambda v: isinstance(v, bool), "true or false")
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "ways": _AT_LEAST_2,
+    "shots": _AT_LEAST_1,
+    "queries": _AT_LEAST_1,
+    "iterations": _AT_LEAST_1,
+    "tasks_per_batch": _AT_LEAST_1,
+    "evaluate_every": _AT_LEAST_1,
+    "validation_tasks": _AT_LEAST_2,
+    "test_tasks": _AT_LEAST_2,
+    "seed": (_whole(0), "a whole number of at least 0"),
+    "variant": _one_of("none", "low", "up", "both"),
+    "inner.lr": (_number, "a finite number above 0"),
+    "inner.steps": _AT_LEAST_1,
+    "inner.params": (_or_null(_patterns), "a list of patterns such as [head.*], or null"),
+    "optim.lr": (_number, "a finite number above 0"),
+    "rho_low": _RADIUS,
+    "rho_up": _RADIUS,
+    "first_order": _SWITCH,
+    "reuse_inner_eps": _SWITCH,
+    "resume": _SWITCH,
+    "batchnorm": _one_of("batch", "per_step", "frozen"),
+    "engine": _one_of("auto", "higher", "vmap"),
+    "chunk_size": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
+    "threads": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
+    "checkpoint": _one_of("best", "latest"),
+    "split": _one_of("train", "validation", "test"),
+    "steps": _AT_LEAST_1,
+    "device": _one_of("auto", "cpu", "cuda", "mps"),
+}
+
+
+# -- where it runs -------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name, ``auto`` being CUDA if there is one and otherwise the CPU.
+
+    Raises:
+        ValueError: torch does not see that device here.
+    """
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return torch.device("cuda" if there["cuda"] else "cpu")
+    if not there[name]:
+        seen = ", ".join(k for k, v in there.items() if v)
+        raise ValueError(f"expected a device that torch sees here ({seen}), got device={name}")
+    return torch.device(name)
+
+
+def set_threads(threads: int | None) -> None:
+    """Threads that torch uses for one operation; None leaves its choice."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def run_folder(config: Config, name: str, rule: str, parent: str | Path = "runs") -> Path:
+    """Where a run goes by default: its most telling keys, and a hash of all of them.
+
+    >>> run_folder({"variant": "both", "seed": 1, "ways": 5}, "glyphs", "sam").as_posix()
+    'runs/glyphs-both-sam-seed1-7ae9f3a9'
+    """
+    keys = json.dumps({k: v for k, v in plain(config).items() if k not in ("run", "resume")}, sort_keys=True)
+    digest = hashlib.sha256(keys.encode()).hexdigest()[:8]
+    return Path(parent) / f"{name}-{config['variant']}-{rule}-seed{config['seed']}-{digest}"

@@ -1,0 +1,102 @@
+"""Measure the weights of a run: the command ``metasam-evaluate``; its keys are in ``configs/evaluate.yaml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from metasam.configure import Config
+from metasam.scripts import command, tables
+from metasam.training import assemble, checkpoint, evaluation
+from metasam.training.trainer import write_json
+
+if TYPE_CHECKING:
+    from metasam.tasks.family import TaskFamily
+
+
+def run(config: Config) -> None:
+    """Evaluate one run, write the numbers beside it and show them."""
+    folder = Path(config["run"])
+    device = assemble.choose_device(config["device"])
+    assemble.set_threads(config["threads"])
+    path = folder / {"best": "best.pt", "latest": "checkpoint.pt"}[config["checkpoint"]]
+    if not path.exists():
+        raise FileNotFoundError(f"no {path.name} in {folder}: expected run= to be the folder of a run that was trained")
+    saved = checkpoint.load(path, map_location=device)
+    trained = saved["config"]
+    asked = {
+        k: trained[k] if config.get(k) is None else config[k] for k in ("ways", "shots", "queries", "seed", "tasks")
+    }
+    name = command.choice("tasks")
+    name = trained["name"] if name == "none" else name
+    family = assemble.tasks_of(asked)
+    _refuse_misfit(saved["family"], family, name, folder)
+    if not evaluation.has_split(family, config["split"]):
+        family.size(config["split"])  # raises, and says which splits there are
+
+    maml = assemble.learner(trained["maml"], device)
+    maml.load_state_dict(saved["maml"])
+    measured = evaluation.measure(
+        maml,
+        family,
+        config["split"],
+        config["test_tasks"],
+        per_batch=config["tasks_per_batch"],
+        steps=config["steps"],
+        device=device,
+    )
+    baselines = _baselines(family, config) if name == "omniglot_oneshot" else {}
+    results = {
+        "seed": trained["seed"],
+        "seconds": saved["seconds"],
+        "gradient_evaluations": saved["maml"]["gradient_evaluations"],
+        "best_iteration": saved["iteration"],
+        **{k: v for k, v in measured.items() if k not in ("per_task", "tasks")},
+        **baselines,
+        **evaluation.environment(device),
+        "command": command.command_line(),
+        "config": {k: v for k, v in config.items() if k != "run"},
+        "tasks": measured["tasks"],
+        "per_task": measured["per_task"],
+    }
+    write_json(folder / f"evaluation-{name}.json", results)
+    tables.show(results, folder, {k.replace("_", " "): v for k, v in baselines.items()})
+
+
+def check(config: Config) -> None:
+    """Raise ValueError unless the values of a config can work."""
+    given = {k: v for k, v in config.items() if v is not None}
+    assemble.check(given)
+
+
+def _refuse_misfit(trained: dict[str, Any], family: TaskFamily, name: str, folder: Path) -> None:
+    have, need = trained["output_size"], family.output_size
+    if have != need:
+        raise ValueError(
+            f"the head of {folder} has {have} outputs, and tasks={name} needs {need}: "
+            f"train with ways={need}, or evaluate on tasks of ways={have}"
+        )
+    if list(trained["input_shape"]) != list(family.input_shape) or trained["classification"] != family.classification:
+        raise ValueError(
+            f"{folder} was trained on examples of shape {list(trained['input_shape'])}, and tasks={name} has "
+            f"{list(family.input_shape)}: expected the same (tasks.image_size=... where the family has it)"
+        )
+
+
+def _baselines(family: TaskFamily, config: Config) -> dict[str, float]:
+    """What classifiers that learn nothing reach on the same tasks."""
+    from metasam.tasks import pixel_nearest_neighbour
+
+    tasks = evaluation.batches(family, config["split"], config["test_tasks"], config["tasks_per_batch"])
+    return {"pixel_nearest_neighbour": float(torch.cat([pixel_nearest_neighbour(t) for t in tasks]).mean())}
+
+
+def main() -> None:
+    """Entry point of ``metasam-evaluate``."""
+    command.main("metasam-evaluate", "evaluate", run, check)
+
+
+if __name__ == "__main__":
+    main()

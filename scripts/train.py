@@ -1,0 +1,46 @@
+"""Meta-train a few-shot learner: the command ``metasam-train``; its keys are in ``configs/train.yaml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metasam.configure import Config
+from metasam.scripts import command, tables
+from metasam.training import assemble
+from metasam.training.trainer import Interrupted, Trainer
+
+
+def run(config: Config) -> None:
+    """Train one run and show its results."""
+    device = assemble.choose_device(config["device"])
+    assemble.set_threads(config["threads"])
+    tasks, rule = command.choice("tasks"), command.choice("rule")
+    folder = assemble.run_folder(config, tasks, rule)
+    if config["run"] is not None:
+        folder = Path(config["run"]) / folder.name if command.sweeping() else Path(config["run"])
+    parts = assemble.build({"name": tasks, **config}, device)
+    trainer = Trainer(
+        parts.maml,
+        parts.family,
+        parts.optimizer,
+        folder,
+        config=parts.config,
+        command=command.command_line(),
+        device=device,
+        **{k: config[k] for k in ("iterations", "tasks_per_batch", "evaluate_every", "validation_tasks", "test_tasks")},
+    )
+    try:
+        results = trainer.fit(resume=config["resume"])
+    except Interrupted as stop:
+        again = command.command_line(resume="true")
+        raise command.Stop(f"{stop}; to continue:\n  {again}", status=130) from None
+    tables.show(results, folder)
+
+
+def main() -> None:
+    """Entry point of ``metasam-train``."""
+    command.main("metasam-train", "train", run, assemble.check)
+
+
+if __name__ == "__main__":
+    main()
