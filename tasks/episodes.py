@@ -66,8 +66,9 @@ class EpisodeSampler:
         split: str = "train",
         names: Sequence[str] | None = None,
     ) -> None:
-        self.ways, self.seed, self.split = check_count("ways", ways, least=2), seed, check_split(split)
-        self.shots, self.queries = check_count("shots", shots), check_count("queries", queries)
+        self.ways, self.shots = check_count("ways", ways, least=2), check_count("shots", shots)
+        self.queries, self.seed = check_count("queries", queries), check_count("seed", seed, least=0)
+        self.split = check_split(split)
         if len(pools) < ways:
             raise ValueError(
                 f"{ways}-way episodes need {ways} classes, split {split!r} has {len(pools)}: "
@@ -196,7 +197,7 @@ class ImageEpisodes:
     ) -> None:
         if not data:
             raise ValueError("expected images of at least one split, got none")
-        self.name, self.seed, self.rotations = name, seed, rotations
+        self.name, self.rotations = name, rotations
         self._absent = dict(absent or {})
         self._images: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}
@@ -210,20 +211,20 @@ class ImageEpisodes:
             pools = list(labels.argsort(stable=True).split(sizes.tolist()))
             names = [class_names[c] if class_names is not None else str(c) for c in present.tolist()]
             self._images[split], self._classes[split] = images, names
-            self._rows[split] = _rows(images)
             if rotations and split == "train":
                 if images.shape[2] != images.shape[3]:
                     raise ValueError(f"rotations need square images, got {list(images.shape[2:])}: set rotations=False")
                 pools = [pool for pool in pools for _ in range(4)]
                 names = [f"{name}/{90 * r}" for name in names for r in range(4)]
-            self._samplers[split] = EpisodeSampler(pools, ways, shots, queries, seed, split, names)
+            sampler = self._samplers[split] = EpisodeSampler(pools, ways, shots, queries, seed, split, names)
+            self._rows[split] = _rows(images)
         shapes = {split: tuple(images.shape[1:]) for split, images in self._images.items()}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"expected images of one shape in all splits, got {shapes}")
         if class_names is not None:
             _check_disjoint(self._classes)
-        self.ways, self.shots, self.queries = ways, shots, queries
-        self.output_size = ways
+        self.output_size = self.ways = sampler.ways
+        self.shots, self.queries, self.seed = sampler.shots, sampler.queries, sampler.seed
         self.input_shape: tuple[int, ...] = next(iter(shapes.values()))
 
     def batch(self, split: str, tasks: Sequence[int]) -> Task:
@@ -252,7 +253,7 @@ class ImageEpisodes:
         index = torch.cat([support, query], dim=1)
         kind = self._images[split]
         images = self._rows[split].index_select(0, index.flatten()).view(kind.dtype)
-        images = images.view(*index.shape, *kind.shape[1:])
+        images = images.reshape(*index.shape, *kind.shape[1:])
         if self.rotations and split == "train":
             by_class = images.transpose(1, 2)
             for turns in (1, 2, 3):
@@ -305,9 +306,9 @@ class ImageEpisodes:
 
 
 def _rows(images: Tensor) -> Tensor:
-    """View images as rows ``[N, ...]`` to gather from; eight bytes at a time, where they divide, is the fastest."""
+    """View images as rows ``[N, ...]`` to gather from, never a copy; eight bytes at a time is the fastest."""
     if not images.is_contiguous():
-        return images.flatten(1)
+        return images
     rows = images.view(len(images), -1)
     width = rows.shape[1] * rows.element_size()
     aligned = width % 8 == 0 and rows.storage_offset() * rows.element_size() % 8 == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 from metasam.types import Task
@@ -55,12 +56,12 @@ def check_split(split: str) -> str:
     return split
 
 
-def check_count(name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` if it is an integer of at least ``least``.
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return ``value`` as an int if it is an integer of at least ``least``.
 
     Raises:
         ValueError: it is not; the message names the argument.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"expected {name} to be an integer >= {least}, got {value!r}: set {name}={least} or more")
-    return value
+    return int(value)

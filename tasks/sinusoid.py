@@ -23,7 +23,7 @@ class Sinusoid:
         noise: standard deviation of Gaussian noise on the support targets; query targets are the curve itself.
 
     Raises:
-        ValueError: shots or queries is below 1, or noise is negative or not finite.
+        ValueError: shots or queries is below 1, seed is below 0, or noise is negative or not finite.
 
     >>> task = Sinusoid(shots=5).batch("train", range(3))
     >>> task.support[0].shape, task.query[1].shape
@@ -38,7 +38,7 @@ class Sinusoid:
         self.shots, self.queries = check_count("shots", shots), check_count("queries", queries)
         if not 0 <= noise < math.inf:
             raise ValueError(f"expected noise to be a finite standard deviation >= 0, got {noise!r}")
-        self.seed, self.noise = seed, noise
+        self.seed, self.noise = check_count("seed", seed, least=0), noise
 
     def batch(self, split: str, tasks: Sequence[int]) -> Task:
         """Return the tasks of these numbers: x and y are ``[T, shots, 1]`` and ``[T, queries, 1]`` in float32.

@@ -10,6 +10,7 @@ import torch
 
 from metasam.tasks import EpisodeSampler, ImageEpisodes, TaskFamily
 from metasam.tasks.counter import bits, normal, task_keys, uniform
+from metasam.tasks.episodes import _rows
 
 WAYS, SHOTS, QUERIES = 5, 2, 3
 
@@ -102,6 +103,7 @@ def test_every_row_layout_gathers_the_images_of_the_index(rotations):
     odd = torch.randint(256, (60, 3, 5, 5), dtype=torch.uint8)
     layouts = [whole, whole[1:], odd, odd.to(memory_format=torch.channels_last), odd.float(), whole.double()]
     for images in layouts:
+        assert _rows(images).data_ptr() == images.data_ptr()
         labels = torch.arange(len(images)) % 6
         source = ImageEpisodes({"train": (images, labels)}, ways=4, shots=2, queries=3, rotations=rotations)
         classes, support, query = source._sampler("train")(range(20))
@@ -215,6 +217,16 @@ def test_read_only_numpy_memory_maps_are_taken_as_they_are(tmp_path):
     assert equal(mapped.batch("train", range(3)), family().batch("train", range(3)))
 
 
+def test_importing_tasks_imports_no_extra():
+    code = (
+        "import sys, metasam.tasks as tasks;"
+        "tasks.Sinusoid().batch('train', [0]); tasks.EpisodeSampler([range(9)] * 3, 2, 1, 1)([0]);"
+        "print({'PIL', 'matplotlib', 'torchvision', 'rich', 'learn2learn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_describe_and_protocol():
     source = family(rotations=True, seed=4)
     assert isinstance(source, TaskFamily)
@@ -231,6 +243,7 @@ def test_describe_and_protocol():
         ({"ways": 1}, "ways to be an integer >= 2, got 1"),
         ({"shots": 0}, "shots to be an integer >= 1, got 0"),
         ({"queries": 0}, "queries to be an integer >= 1, got 0"),
+        ({"seed": -1}, "seed to be an integer >= 0, got -1"),
         ({"queries": 2.5}, "queries to be an integer"),
         ({"ways": 13}, "13-way episodes need 13 classes, split 'train' has 12: set ways=12"),
         ({"shots": 4, "queries": 5}, "class '0' of split 'train' has 8 images, but 4 shots . 5 queries need 9: lower"),
