@@ -95,7 +95,7 @@ def dot(a: Params, b: Params) -> Tensor:
 
 
 def squared_norm(tree: Params) -> Tensor:
-    """``||tree||^2`` over all entries of all tensors, a 0-dim tensor (float32 at least).
+    """``||tree||^2`` over all entries of all tensors, a 0-dim tensor (float32 at least); 0 where there are none.
 
     >>> squared_norm({"u": torch.tensor([3.0]), "v": torch.tensor([4.0])})
     tensor(25.)
@@ -103,7 +103,7 @@ def squared_norm(tree: Params) -> Tensor:
     if _fused.get() and tree and _one_device(tree):
         values = [_wide(v) for v in tree.values()]
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))).square()
-    return dot(tree, tree)
+    return dot(tree, tree) if tree else torch.zeros(())
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -1,0 +1,230 @@
+"""Independent oracles: the equations as plain loops. Nothing here uses metasam.
+
+A step is ``step(grad, w, lr, memory) -> w``, one update of SGD: ``grad(point)`` is the gradient at an absolute point, by
+name, a constant where there is no graph; ``memory`` is a dict in which a method may keep things between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Tree = dict[str, Tensor]
+Grad = Callable[[Tree], Tree]
+Step = Callable[[Grad, Tree, float, dict[str, Any]], Tree]
+
+
+def norm(tree: Tree) -> Tensor:
+    return torch.cat([v.flatten() for v in tree.values()]).norm()
+
+
+def plus(w: Tree, d: Tree, factor: Any = 1.0) -> Tree:
+    return {k: w[k] + factor * d[k] if k in d else w[k] for k in w}
+
+
+def unit(g: Tree) -> Tree:
+    size = norm(g)
+    return {k: v / size for k, v in g.items()}
+
+
+# one step of each method
+
+
+def plain(grad: Grad, w: Tree, lr: float, memory: dict) -> Tree:
+    return plus(w, grad(w), -lr)
+
+
+def sam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, through: bool = True) -> Tree:
+    eps = unit(grad(w))
+    if not through:
+        eps = {k: v.detach() for k, v in eps.items()}
+    return plus(w, grad(plus(w, eps, rho)), -lr)
+
+
+def usam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float) -> Tree:
+    return plus(w, grad(plus(w, grad(w), rho)), -lr)
+
+
+def _operator(w: Tree, g: Tree, eta: float, only: str) -> Tree:
+    return {k: w[k].abs() + eta if only in k.split(".")[-1] else torch.ones_like(g[k]) for k in g}
+
+
+def _asam_eps(w: Tree, g: Tree, eta: float, only: str) -> Tree:
+    t = _operator(w, g, eta, only)
+    size = norm({k: t[k] * g[k] for k in g})
+    return {k: t[k] ** 2 * g[k] / size for k in g}
+
+
+def asam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, eta: float, only: str = "weight") -> Tree:
+    return plus(w, grad(plus(w, _asam_eps(w, grad(w), eta, only), rho)), -lr)
+
+
+def multistep(
+    grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, steps: int, step_size: float | None = None
+) -> Tree:
+    eps: Tree = {k: torch.zeros_like(v) for k, v in w.items()}
+    for _ in range(steps):
+        eps = plus(eps, unit(grad(plus(w, eps))), rho * (step_size or 1 / steps))
+        if norm(eps) > rho:
+            eps = {k: rho * v for k, v in unit(eps).items()}
+    return plus(w, grad(plus(w, eps)), -lr)
+
+
+def multistep_asam(
+    grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, steps: int, step_size: float, eta: float
+) -> Tree:
+    eps: Tree = {k: torch.zeros_like(v) for k, v in w.items()}
+    for _ in range(steps):
+        eps = plus(eps, _asam_eps(w, grad(plus(w, eps)), eta, "weight"), rho * step_size)
+        t = _operator(w, eps, eta, "weight")
+        length = norm({k: eps[k] / t[k] for k in eps})
+        if length > rho:
+            eps = {k: v * (rho / length) for k, v in eps.items()}
+    return plus(w, grad(plus(w, eps)), -lr)
+
+
+def averaged(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, keep: float) -> Tree:
+    g = grad(w)
+    last = memory.get("average", {})
+    memory["average"] = {k: keep * last.get(k, 0) + (1 - keep) * g[k] for k in g}
+    return plus(w, grad(plus(w, unit(memory["average"]), rho)), -lr)
+
+
+def lookbehind(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, steps: int, alpha: float) -> Tree:
+    g, eps, phi = grad(w), {k: torch.zeros_like(v) for k, v in w.items()}, w
+    for _ in range(steps):
+        eps = plus(eps, unit(g), rho)
+        g = grad(plus(w, eps))
+        phi = plus(phi, g, -lr)
+    return {k: (1 - alpha) * w[k] + alpha * phi[k] for k in w}
+
+
+# gradients of a module
+
+
+def gradient_of(
+    model: nn.Module, loss_fn: Callable, x: Tensor, y: Tensor, fixed: Tree | None = None, graph: bool = False
+) -> Grad:
+    """``grad(point)`` of a supervised loss; parameters that the loss does not touch have no key."""
+
+    def grad(point: Tree) -> Tree:
+        with torch.enable_grad():
+            leaves = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in point.items()}
+            value = loss_fn(call(model, {**(fixed or {}), **leaves}, x), y)
+            found = torch.autograd.grad(value, list(leaves.values()), create_graph=graph, allow_unused=True)
+        return {k: g for k, g in zip(leaves, found, strict=True) if g is not None}
+
+    return grad
+
+
+def call(model: nn.Module, params: Tree, x: Tensor) -> Any:
+    """The model at other parameters; its buffers stay as they are."""
+    buffers = {k: b.clone() for k, b in model.named_buffers()}
+    return functional_call(model, {**params, **buffers}, (x,))
+
+
+# MAML and Sharp-MAML
+
+
+def query_loss(
+    model: nn.Module,
+    loss_fn: Callable,
+    w: Tree,
+    task: Any,
+    step: Step,
+    lr: float,
+    steps: int,
+    adapted: set[str],
+    first_order: bool = False,
+) -> Tensor:
+    """Adapt to one task with ``steps`` updates, then the loss on its query set."""
+    fixed = {k: v for k, v in w.items() if k not in adapted}
+    fast = {k: v for k, v in w.items() if k in adapted}
+    grad, memory = gradient_of(model, loss_fn, *task.support, fixed=fixed, graph=not first_order), {}
+    for _ in range(steps):
+        fast = step(grad, fast, lr, memory)
+    return loss_fn(call(model, {**fixed, **fast}, task.query[0]), task.query[1])
+
+
+def meta_gradient(
+    model: nn.Module,
+    loss_fn: Callable,
+    tasks: Any,
+    step: Step,
+    lr: float,
+    steps: int,
+    *,
+    at: Tree | None = None,
+    adapted: set[str] | None = None,
+    first_order: bool = False,
+) -> tuple[Tensor, Tree]:
+    """Mean query loss over tasks and its gradient in the parameters (``at``, else the model's own)."""
+    free = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    w = {k: (at or free)[k].detach().clone().requires_grad_() for k in free}
+    frozen = {k: p.detach() for k, p in model.named_parameters() if not p.requires_grad}
+    adapted = set(w) if adapted is None else adapted
+    singles = tasks.unbind()
+    total = sum(
+        query_loss(model, loss_fn, {**frozen, **w}, t, step, lr, steps, adapted, first_order) for t in singles
+    ) / len(singles)
+    found = torch.autograd.grad(total, list(w.values()), allow_unused=True)
+    return total.detach(), {k: torch.zeros_like(w[k]) if g is None else g for k, g in zip(w, found, strict=True)}
+
+
+def sharp_meta_gradient(
+    model: nn.Module, loss_fn: Callable, tasks: Any, step: Step, lr: float, steps: int, *, rho: float, **settings: Any
+) -> tuple[Tensor, Tree]:
+    """Sharp-MAML's outer step: the meta-gradient at ``w + rho h/||h||``, h the meta-gradient at w."""
+    loss, h = meta_gradient(model, loss_fn, tasks, step, lr, steps, **settings)
+    w = {k: p.detach() for k, p in model.named_parameters() if k in h}
+    return loss, meta_gradient(model, loss_fn, tasks, step, lr, steps, at=plus(w, unit(h), rho), **settings)[1]
+
+
+def reusing(rho: float, through: bool = True) -> tuple[Step, Step]:
+    """SAM as an inner step that notes its eps, and one that goes through the notes again (Sharp-MAML, eq. 14)."""
+    notes: list[Tree] = []
+    left: list[Tree] = []
+
+    def first(grad: Grad, w: Tree, lr: float, memory: dict) -> Tree:
+        eps = {k: rho * v for k, v in unit(grad(w)).items()}
+        notes.append({k: v.detach() for k, v in eps.items()})
+        return plus(w, grad(plus(w, eps)), -lr)
+
+    def second(grad: Grad, w: Tree, lr: float, memory: dict) -> Tree:
+        if not left:
+            left.extend(notes)
+        return plus(w, grad(plus(w, left.pop(0))), -lr)
+
+    return first, second
+
+
+# a live two-pass loop, as the usual port of SAM writes it
+
+
+def two_pass(
+    params: list[Tensor], base: torch.optim.Optimizer, closure: Callable[[], Tensor], rho: float, weights: list | None
+) -> None:
+    """One step of SAM (``weights`` None) or of ASAM by its authors' code (eta 0.01 on ``weights``), in place."""
+    base.zero_grad()
+    closure()
+    with torch.no_grad():
+        scaled = []
+        for p in params:
+            adapts = weights is not None and any(p is w for w in weights)
+            t = p.abs().add_(0.01) if adapts else None
+            scaled.append((t, p.grad if t is None else t * p.grad))
+        size = torch.stack([s.norm() for _, s in scaled]).norm() + 1e-12
+        factor = rho / size
+        home = [p.clone() for p in params]
+        for p, (t, s) in zip(params, scaled, strict=True):
+            p.add_((s if t is None else t * s) * factor)
+    base.zero_grad()
+    closure()
+    with torch.no_grad():
+        for p, saved in zip(params, home, strict=True):
+            p.copy_(saved)
+    base.step()

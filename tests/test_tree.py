@@ -1,0 +1,124 @@
+"""Arithmetic on parameters, in both of its bodies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metasam import tree
+
+from .cases import assert_same, distance
+
+A = {"u": torch.tensor([1.0, -2.0]), "v": torch.tensor([[3.0]]), "a": torch.tensor(4.0)}
+B = {"v": torch.tensor([[5.0]]), "u": torch.tensor([0.5, 0.25]), "b": torch.tensor([7.0])}
+
+each_body = pytest.mark.parametrize("fused", [False, True], ids=["each", "fused"])
+
+
+@pytest.fixture
+def body(fused):
+    with tree.fused(fused):
+        yield
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+def test_add_keeps_the_union_of_keys(fused):
+    wanted = {"u": torch.tensor([1.5, -1.75]), "v": torch.tensor([[8.0]]), "a": A["a"], "b": B["b"]}
+    assert_same(tree.add(A, B), wanted)
+    assert list(tree.add(A, B)) == ["u", "v", "a", "b"]
+    assert_same(tree.add(A, {}), A)
+    assert_same(tree.add({}, A), A)
+    assert tree.add({}, {}) == {}
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+def test_mul_and_dot_keep_the_intersection(fused):
+    assert_same(tree.mul(A, B), {"u": torch.tensor([0.5, -0.5]), "v": torch.tensor([[15.0]])})
+    assert tree.dot(A, B) == 0.5 - 0.5 + 15
+    with pytest.raises(ValueError, match="share a key"):
+        tree.dot({"u": A["u"]}, {"v": B["v"]})
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+@pytest.mark.parametrize("factor", [2.0, torch.tensor(2.0), {"u": 2.0, "v": torch.tensor(2.0), "a": 2}], ids=str)
+def test_scale_takes_a_number_a_tensor_or_one_by_key(fused, factor):
+    assert_same(tree.scale(A, factor), {k: v * 2 for k, v in A.items()})
+    assert tree.scale({}, 2.0) == {}
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+def test_nothing_is_changed_in_place(fused):
+    tree.add(A, B), tree.mul(A, B), tree.scale(A, 3.0), tree.squared_norm(A), tree.is_finite(A)
+    assert {t._version for t in (*A.values(), *B.values())} == {0}
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_are_float32_at_least(fused, dtype):
+    big = {"u": torch.full((300,), 200.0, dtype=dtype), "v": torch.full((2, 50), 200.0, dtype=dtype)}
+    square = tree.squared_norm(big)
+    assert square.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert float(square) == pytest.approx(400 * 200.0**2, rel=1e-6)
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+def test_mixed_dtypes_keep_their_own(fused):
+    mixed = {"u": torch.ones(2, dtype=torch.bfloat16), "v": torch.ones(2)}
+    factor = 1 / tree.squared_norm(mixed).sqrt()
+    assert {k: v.dtype for k, v in tree.scale(mixed, factor).items()} == {"u": torch.bfloat16, "v": torch.float32}
+    assert float(tree.squared_norm(tree.scale(mixed, factor))) == pytest.approx(1.0)
+
+
+def test_fused_ends_with_its_context():
+    with tree.fused(), pytest.raises(KeyError), tree.fused(False):
+        raise KeyError
+    assert not tree._fused.get()
+
+
+def test_both_bodies_agree():
+    generator = torch.Generator().manual_seed(0)
+    trees = [{k: torch.randn(n, generator=generator) for k, n in {"u": 5, "v": 7, "w": 1}.items()} for _ in range(2)]
+    results = []
+    for on in (True, False):
+        with tree.fused(on):
+            a, b = trees
+            results.append((tree.add(a, b), tree.mul(a, b), tree.scale(a, 0.3), {"n": tree.squared_norm(a)}))
+    for one, two in zip(*results, strict=True):
+        assert distance(one, two) < 1e-6
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+def test_normalizer_is_one_over_the_norm(size):
+    square = torch.tensor(size**2, dtype=torch.float64)
+    assert float(tree.normalizer(square)) * size == pytest.approx(1.0, rel=2e-10)
+
+
+def test_normalizer_fades_to_zero_with_a_derivative_that_stays_finite():
+    g = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    unit = g * tree.normalizer(g.square().sum())
+    slopes = torch.autograd.grad(unit.sum(), g)[0]
+    assert unit.abs().max() == 0
+    assert slopes.abs().max() == 0
+    tiny = torch.full((3,), 1e-12, dtype=torch.float64)
+    assert (tiny * tree.normalizer(tiny.square().sum())).abs().max() < 1e-3
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_is_finite_finds_one_entry(fused, value):
+    spoiled = {**A, "w": torch.tensor([1.0, value, 0.0])}
+    assert tree.is_finite(A)
+    assert not tree.is_finite(spoiled)
+
+
+def test_is_finite_of_little_and_of_large():
+    assert tree.is_finite({})
+    assert tree.is_finite({"empty": torch.zeros(0), "u": torch.ones(1)})
+    assert tree.is_finite({"u": torch.full((4,), 3e38), "v": torch.full((4,), 6e4, dtype=torch.float16)})
