@@ -34,7 +34,7 @@ SCRIPTS = {
 
 DRAWERS = 20
 RESEMBLANCE = 0.94
-"""Letters count as one above this cosine similarity of their masters at 14x14; A and Λ score 0.94, E and F 0.87."""
+"""Letters count as one above this cosine similarity of their masters at 14x14 (DejaVu Sans: oO 0.96, EF 0.89)."""
 
 # the other font files hold symbols only, or symbols at the code points of letters
 _FACES = ("DejaVuSans", "DejaVuSerif", "STIXGeneral", "cmb10", "cmmi10", "cmr10", "cmss10", "cmti10", "cmtt10")
@@ -183,7 +183,7 @@ def _render(face: Path, letters: list[str]) -> Iterator[Tensor]:
         imagedraw.Draw(canvas).text((96, 48), letter, fill=255, font=font)
         box = canvas.getbbox() or (0, 0, 0, 0)
         longest = max(box[2] - box[0], box[3] - box[1])
-        if longest >= 16:  # of 64 to the em; a mere dot would become a blot
+        if longest >= 24:  # of 64 to the em; superscript dots and strokes would become blots
             scale = _INK / longest
             width, height = (max(1, round(scale * (box[i + 2] - box[i]))) for i in (0, 1))
             ink = canvas.resize((width, height), image.Resampling.BILINEAR, box=box)
