@@ -39,18 +39,22 @@ def _one_device(tree: Params) -> bool:
     return len({v.device for v in tree.values()}) == 1
 
 
-def add(a: Params, b: Params) -> Params:
-    """``a + b`` over the union of keys.
+def add(a: Params, b: Params, alpha: float | Tensor = 1.0) -> Params:
+    """``a + alpha b`` over the union of keys.
 
     >>> add({"u": torch.ones(1)}, {"u": torch.ones(1), "v": torch.ones(1)})
     {'u': tensor([2.]), 'v': tensor([1.])}
     """
-    shared = [k for k in a if k in b]
+    plain = not isinstance(alpha, Tensor) and alpha == 1
+    rest = {k: v for k, v in b.items() if k not in a}
+    shared = {k: b[k] for k in a if k in b}
+    if not plain:
+        rest, shared = scale(rest, alpha), scale(shared, alpha)
     if _fused.get() and shared:
-        sums = dict(zip(shared, torch._foreach_add([a[k] for k in shared], [b[k] for k in shared]), strict=True))
+        sums = dict(zip(shared, torch._foreach_add([a[k] for k in shared], list(shared.values())), strict=True))
     else:
-        sums = {k: a[k] + b[k] for k in shared}
-    return {**a, **b, **sums}
+        sums = {k: a[k] + v for k, v in shared.items()}
+    return {**a, **rest, **sums}
 
 
 def scale(tree: Params, factor: Factor) -> Params:
@@ -92,6 +96,22 @@ def dot(a: Params, b: Params) -> Tensor:
         raise ValueError("expected two trees that share a key, got none in common")
     home = a[shared[0]].device
     return torch.stack([(_wide(a[k]) * _wide(b[k])).sum().to(home) for k in shared]).sum()
+
+
+def reject(a: Params, b: Params) -> Params:
+    """The part of ``a`` orthogonal to ``b``: ``a - (a.b / b.b) b``; all of ``a`` where b vanishes.
+
+    >>> reject({"u": torch.tensor([1.0, 1.0])}, {"u": torch.tensor([2.0, 0.0])})
+    {'u': tensor([0., 1.])}
+    """
+    square = squared_norm(b)
+    along = torch.where(square > 0, dot(a, b) / torch.where(square > 0, square, 1.0), 0.0)
+    return add(a, b, -along)
+
+
+def lerp(a: Params, b: Params, weight: float) -> Params:
+    """``(1 - weight) a + weight b``."""
+    return add(scale(a, 1 - weight), b, weight)
 
 
 def squared_norm(tree: Params) -> Tensor:

@@ -7,10 +7,24 @@ a parallel run would disagree). Its state goes in and comes out.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from ..tree import Factor
 from ..types import Descent, Oracle, Params, State
+
+
+def check_radius(rho: Factor, name: str = "rho") -> None:
+    """Raise ValueError unless a radius is finite and not negative (tensors and radii by key are taken as they are)."""
+    if isinstance(rho, int | float) and not (math.isfinite(rho) and rho >= 0):
+        raise ValueError(f"expected {name} >= 0 and finite, got {name}={rho}")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raise ValueError unless ``0 <= value < 1``."""
+    if not 0 <= value < 1:
+        raise ValueError(f"expected 0 <= {name} < 1, got {name}={value}")
 
 
 class Rule(ABC):

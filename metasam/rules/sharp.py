@@ -14,13 +14,7 @@ from .. import tree
 from ..perturb import Perturb, Steepest
 from ..tree import Factor
 from ..types import Oracle, Params, State
-from .base import DirectionRule
-
-
-def check_radius(rho: Factor, name: str = "rho") -> None:
-    """Raise ValueError unless a radius is finite and not negative (tensors and radii by key are taken as they are)."""
-    if isinstance(rho, int | float) and not (math.isfinite(rho) and rho >= 0):
-        raise ValueError(f"expected {name} >= 0 and finite, got {name}={rho}")
+from .base import DirectionRule, check_radius
 
 
 @dataclass(frozen=True)
