@@ -166,6 +166,7 @@ class SharpnessAware(Optimizer):
                 "    def closure():\n        optimizer.zero_grad()\n        loss = ...\n"
                 "        loss.backward()\n        return loss\n    optimizer.step(closure)"
             )
+        self.base.zero_grad()  # what an earlier step left on a parameter that is frozen by now, too
         live = self._live()
         at = LiveOracle(self, live, {"train": closure, **others})
         rule, params = self._current_rule(), tree.detach(live)

@@ -327,10 +327,17 @@ def test_a_closure_without_gradients_moves_nothing():
 def test_parameters_may_be_frozen_and_freed_between_steps():
     model = MLP.model()
     optimizer = SAM(model.parameters(), lr=0.1, momentum=0.9)
-    stepped(model, optimizer, steps=1)
+    x, y = MLP.batch()
+
+    def closure():
+        loss = MLP.loss_fn(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
     model[0].requires_grad_(False)
     home = params_of(model[0])
-    stepped(model, optimizer, steps=2)
+    optimizer.step(closure)
     assert_same(params_of(model[0]), home)
     model[0].requires_grad_(True)
     stepped(model, optimizer, steps=1)
@@ -359,9 +366,10 @@ class Halves(DirectionRule):
 
 @dataclass(frozen=True)
 class OnVal(DirectionRule):
-    """The gradient on held-out data."""
+    """The gradient on held-out data; looks at the training loss only."""
 
     def direction(self, at, params, state):
+        at()
         return at(on="val").grads, state
 
 
