@@ -130,6 +130,8 @@ class SharpMAML:
         _check_count("inner_steps", inner_steps)
         if chunk_size is not None:
             _check_count("chunk_size", chunk_size)
+        if inner_params is not None and (isinstance(inner_params, str) or not inner_params):
+            raise ValueError(f"expected inner_params to be a list of patterns, got {inner_params!r}: e.g. ['head.*']")
         _check_choice("engine", engine, ("auto", *inner.ENGINES))
         _check_choice("batchnorm", batchnorm, norms.POLICIES)
         sharp_low, sharp_up = _sharp_slots(variant, inner_rule, outer_rule)
@@ -298,8 +300,8 @@ class SharpMAML:
         losses: list[Tensor] = []
         hits: list[Tensor] = []
         with torch.no_grad():
-            for batch in [tasks] if isinstance(tasks, Task) else tasks:
-                for part in self._batches(batch if _is_batch(batch) else [batch]):
+            for given in [tasks] if isinstance(tasks, Task) else ([task] for task in tasks):
+                for part in self._batches(given):
                     with self._ready(loop, part):
                         found = self._adapt(loop, part)
                     losses.append(found.loss.double().cpu())
@@ -378,10 +380,12 @@ class SharpMAML:
     def _batches(self, tasks: Tasks) -> list[Task]:
         """Batches of equal shapes on the model's device, with everything checked that can be without the model."""
         if isinstance(tasks, Task):
-            if not tasks.support[1].is_floating_point() and tasks.support[1].ndim < 2:
+            x, y = tasks.support
+            # columns of numbers, [n, 1], are not n tasks of one example without features
+            if y.ndim < 2 or (y.is_floating_point() and x.ndim < 3):
                 raise ValueError(
-                    "expected a batch of tasks with a leading task dimension, support y of shape [T, n], "
-                    f"got {list(tasks.support[1].shape)}: pass [task] for a single task"
+                    "expected a batch of tasks with a leading task dimension, support x [T, n, ...] and y [T, n] or "
+                    f"[T, n, ...], got x {list(x.shape)}, y {list(y.shape)}: pass [task] for a single task"
                 )
             batches = [tasks]
         else:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -108,7 +108,12 @@ class SharpnessAware(Optimizer):
         return f"{type(self).__name__}({self.rule}, {self.base})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base; radii it does not name are the rule's."""
+        """Add a group to the base; radii it does not name are the rule's, and a model names its parameters."""
+        if self.model is not None:
+            given = param_group["params"]
+            params = [given] if isinstance(given, Tensor) else list(given)
+            if all(isinstance(p, Tensor) for p in params):
+                param_group = {**param_group, "params": params, "param_names": _names(params, self.model)}
         self.base.add_param_group(param_group)
         self.rule.init(self._live())
 
@@ -161,6 +166,7 @@ class SharpnessAware(Optimizer):
                 "    def closure():\n        optimizer.zero_grad()\n        loss = ...\n"
                 "        loss.backward()\n        return loss\n    optimizer.step(closure)"
             )
+        self.base.zero_grad()  # what an earlier step left on a parameter that is frozen by now, too
         live = self._live()
         at = LiveOracle(self, live, {"train": closure, **others})
         rule, params = self._current_rule(), tree.detach(live)
@@ -330,14 +336,18 @@ def _copy(live: Params, values: Params) -> None:
 
 def _name(base: Optimizer, model: nn.Module) -> None:
     """Give the groups of ``base`` the names of the model's parameters."""
-    names = {id(p): n for n, p in model.named_parameters()}
     for group in base.param_groups:
-        missing = sum(id(p) not in names for p in group["params"])
-        if missing:
-            raise ValueError(
-                f"expected the parameters of model={type(model).__name__}, got {missing} that are not among them"
-            )
-        group["param_names"] = [names[id(p)] for p in group["params"]]
+        group["param_names"] = _names(group["params"], model)
+
+
+def _names(params: Sequence[Tensor], model: nn.Module) -> list[str]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    missing = sum(id(p) not in names for p in params)
+    if missing:
+        raise ValueError(
+            f"expected the parameters of model={type(model).__name__}, got {missing} that are not among them"
+        )
+    return [names[id(p)] for p in params]
 
 
 def build_base(params: Any, base: Any, model: nn.Module | None, settings: Mapping[str, Any]) -> Optimizer:

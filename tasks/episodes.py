@@ -16,6 +16,7 @@ from torch import Tensor
 
 from metasam.tasks.counter import bits, task_keys
 from metasam.tasks.family import SPLITS, check_count, check_split
+from metasam.tasks.warp import warp as warped
 from metasam.types import Task
 
 _LAST = 2**63 - 1
@@ -92,7 +93,7 @@ class EpisodeSampler:
         Raises:
             ValueError: a number is negative.
         """
-        keys = task_keys(self.seed, SPLITS.index(self.split), tasks)
+        keys = self.keys(tasks)
         count, longest = self._table.shape
         # topk sorts what it returns, so the classes come in random order: that order is the labelling
         classes = bits(keys, count).topk(self.ways).indices
@@ -102,6 +103,10 @@ class EpisodeSampler:
         chosen = order.topk(self.shots + self.queries).indices.add_(classes.unsqueeze(-1), alpha=longest)
         index = self._table.view(-1)[chosen].transpose(1, 2)
         return Episodes(classes, index[:, : self.shots], index[:, self.shots :])
+
+    def keys(self, tasks: Sequence[int] | Tensor) -> Tensor:
+        """Return the random key of each of these episodes, ``[T]``."""
+        return task_keys(self.seed, SPLITS.index(self.split), tasks)
 
 
 def _tensor(array: Any) -> Tensor:
@@ -165,6 +170,8 @@ class ImageEpisodes:
         seed: of all episodes.
         rotations: add each training class turned by 90, 180 and 270 degrees as three new classes (Santoro et al., ICML
             2016): class ``c`` turned ``r`` times counter-clockwise is class ``4 c + r``. Other splits are left alone.
+        warp: strength of random affine maps of training images, see `metasam.tasks.warp`: one for a class in an
+            episode, which makes it a new class, and a smaller one for each image. 0: none; 1: up to 30 degrees.
         class_names: name of every label. A label then means the same class in every split, and no two splits may
             share it.
         name: of the family.
@@ -191,13 +198,16 @@ class ImageEpisodes:
         queries: int = 15,
         seed: int = 0,
         rotations: bool = False,
+        warp: float = 0.0,
         class_names: Sequence[str] | None = None,
         name: str = "images",
         absent: Mapping[str, str] | None = None,
     ) -> None:
         if not data:
             raise ValueError("expected images of at least one split, got none")
-        self.name, self.rotations = name, rotations
+        if not 0 <= warp <= 2:
+            raise ValueError(f"expected warp between 0 (none) and 2, got warp={warp}")
+        self.name, self.rotations, self.warp = name, rotations, warp
         self._absent = dict(absent or {})
         self._images: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}
@@ -241,10 +251,18 @@ class ImageEpisodes:
                 return t.to(torch.float32).div_(255)
             return t.to(torch.float32) if t.is_floating_point() else t
 
-        return self.raw(split, tasks).map(convert)
+        task = self.raw(split, tasks).map(convert)
+        if not self.warp or split != "train":
+            return task
+        images = torch.cat([task.support[0], task.query[0]], dim=1).unflatten(1, (-1, self.ways))
+        images = warped(images, self._samplers[split].keys(tasks), self.warp).flatten(1, 2)
+        return Task(
+            support=(images[:, : self.ways * self.shots], task.support[1]),
+            query=(images[:, self.ways * self.shots :], task.query[1]),
+        )
 
     def raw(self, split: str, tasks: Sequence[int]) -> Task:
-        """Return the same as `batch` with the images in their stored dtype: a quarter of the time and of the bytes.
+        """Return `batch` before warping, with images in their stored dtype: a quarter of the time and of the bytes.
 
         Raises:
             ValueError: as `batch`.
@@ -284,7 +302,7 @@ class ImageEpisodes:
         return list(self._classes[split])
 
     def describe(self) -> dict[str, Any]:
-        """Return name, ways, shots, queries, seed, rotations, and for each split its numbers of classes and images."""
+        """Return the settings of the episodes, and for each split its numbers of classes and images."""
         return {
             "name": self.name,
             "ways": self.ways,
@@ -292,6 +310,7 @@ class ImageEpisodes:
             "queries": self.queries,
             "seed": self.seed,
             "rotations": self.rotations,
+            "warp": self.warp,
             "splits": {
                 split: {"classes": len(self._classes[split]), "images": len(images)}
                 for split, images in self._images.items()

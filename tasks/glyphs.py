@@ -52,6 +52,7 @@ class Glyphs(ImageEpisodes):
         queries: query images a class; there are 20 pictures of each letter.
         seed: of all episodes.
         rotations: add the training letters turned by 90, 180 and 270 degrees as new classes.
+        warp: random affine maps of training letters, see `ImageEpisodes`.
 
     Raises:
         ImportError: matplotlib or Pillow is not installed.
@@ -59,7 +60,13 @@ class Glyphs(ImageEpisodes):
     """
 
     def __init__(
-        self, ways: int = 5, shots: int = 1, queries: int = 15, seed: int = 0, rotations: bool = False
+        self,
+        ways: int = 5,
+        shots: int = 1,
+        queries: int = 15,
+        seed: int = 0,
+        rotations: bool = False,
+        warp: float = 0.0,
     ) -> None:
         data = load_glyphs()
         names = data["names"]
@@ -73,6 +80,7 @@ class Glyphs(ImageEpisodes):
             queries=queries,
             seed=seed,
             rotations=rotations,
+            warp=warp,
             class_names=names,
             name="glyphs",
         )

@@ -88,6 +88,7 @@ class Omniglot(ImageEpisodes):
         seed: of the episodes.
         rotations: add training characters turned by 90, 180 and 270 degrees as new classes; None: as published,
             which is True for "vinyals" and "random" and False elsewhere.
+        warp: random affine maps of training characters, see `ImageEpisodes`.
         image_size: height and width in pixels; 105 is the original.
         download: fetch the complete sets with torchvision first, where they are missing.
         split_seed: shuffles the characters of "random".
@@ -110,6 +111,7 @@ class Omniglot(ImageEpisodes):
         queries: int = 15,
         seed: int = 0,
         rotations: bool | None = None,
+        warp: float = 0.0,
         image_size: int = 28,
         download: bool = False,
         split_seed: int = 0,
@@ -152,6 +154,7 @@ class Omniglot(ImageEpisodes):
             queries=queries,
             seed=seed,
             rotations=split in ("vinyals", "random") if rotations is None else rotations,
+            warp=warp,
             class_names=names,
             name="omniglot",
             absent=absent,

@@ -1,7 +1,7 @@
 """Independent oracles: the equations as plain loops. Nothing here uses metasam.
 
-A step is ``step(grad, w, lr, memory) -> w``, one update of SGD: ``grad(point)`` is the gradient at an absolute point, by
-name, a constant where there is no graph; ``memory`` is a dict in which a method may keep things between steps.
+A step is ``step(grad, w, lr, memory) -> w``, one update of SGD: ``grad(point)`` is the gradient at an absolute point,
+by name, a constant where there is no graph; ``memory`` is a dict in which a method may keep things between steps.
 """
 
 from __future__ import annotations

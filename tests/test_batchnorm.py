@@ -1,0 +1,192 @@
+"""Running statistics: counted once by the optimizer, kept apart by the inner loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from metasam import SAM, SharpMAML, SharpnessAware, Task, batchnorm
+from metasam.rules import Sharp
+
+from .cases import CONV, assert_same, closure_of
+
+POLICIES = batchnorm.POLICIES
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+def buffers_of(model):
+    return {k: b.clone() for k, b in model.named_buffers()}
+
+
+def network(momentum=0.1):
+    model = CONV.model()
+    model[1].momentum = momentum
+    return model
+
+
+# the live optimizer
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_counts_its_batch_once(momentum, given, steps):
+    model, plain = network(momentum), network(momentum)
+    optimizer = SAM(model.parameters(), lr=0.0, rho=0.5, steps=steps, model=model if given else None)
+    for seed in range(3):
+        optimizer.step(closure_of(CONV, model, CONV.batch(seed=seed)))
+        plain(CONV.batch(seed=seed)[0])
+    assert_same(buffers_of(model), buffers_of(plain))
+    assert model[1].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+def test_an_exception_in_the_second_pass_leaves_norms_as_they_were(given):
+    model = network()
+    optimizer = SAM(model.parameters(), lr=0.1, model=model if given else None)
+
+    def change(n, loss):
+        if n == 1:
+            raise RuntimeError("stop")
+        return loss
+
+    with pytest.raises(RuntimeError, match="stop"):
+        optimizer.step(closure_of(CONV, model, CONV.batch(), change))
+    assert model[1].track_running_stats
+    before = model[1].num_batches_tracked.clone()
+    model(CONV.batch()[0])
+    assert model[1].num_batches_tracked == before + 1
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+def test_frozen_changes_no_output_and_no_buffer(given):
+    model, (x, _) = network(), CONV.batch()
+    model(x)
+    for training in (True, False):
+        model.train(training)
+        wanted, home = model(x).detach(), buffers_of(model)
+        with batchnorm.frozen(model if given else None), batchnorm.frozen(model):
+            assert torch.equal(model(x), wanted)
+            assert_same(buffers_of(model), home)
+        assert model[1].track_running_stats
+
+
+def test_frozen_hooks_reach_models_that_nobody_named():
+    inside, outside = network(), network()
+    with batchnorm.frozen():
+        inside(CONV.batch()[0])
+    outside(CONV.batch()[0])
+    assert inside[1].num_batches_tracked == 0
+    assert outside[1].num_batches_tracked == 1
+
+
+def test_a_norm_without_statistics_stays_without():
+    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 1))
+    with batchnorm.frozen(model):
+        model(torch.randn(4, 3))
+    assert not model[0].track_running_stats
+
+
+# the inner loop
+
+
+def maml(policy, engine="higher", model=None, **settings):
+    model = network() if model is None else model
+    model[1].running_mean.copy_(torch.tensor([0.3, -0.2]))
+    model[1].running_var.copy_(torch.tensor([1.5, 0.5]))
+    settings = {"inner_lr": 0.1, "inner_steps": 2, "variant": "both", **settings}
+    return SharpMAML(model, CONV.loss_fn, engine=engine, batchnorm=policy, **settings)
+
+
+@each_policy
+@pytest.mark.parametrize("engine", ["higher", "auto"])
+def test_tasks_never_reach_the_models_own_statistics(policy, engine):
+    learner = maml(policy, engine)
+    home, modes = buffers_of(learner.model), [m.training for m in learner.model.modules()]
+    optimizer = torch.optim.SGD(learner.model.parameters(), 0.1)
+    learner.step(CONV.tasks(), optimizer)
+    learner.evaluate(CONV.tasks())
+    learner.adapt(CONV.tasks().unbind()[0])
+    assert_same(buffers_of(learner.model), home)
+    assert [m.training for m in learner.model.modules()] == modes
+    assert learner.model[1].track_running_stats
+
+
+def test_frozen_reads_the_models_statistics():
+    tasks = CONV.tasks()
+    losses = []
+    for policy, spoil in (("frozen", False), ("frozen", True), ("batch", False), ("batch", True)):
+        learner = maml(policy)
+        if spoil:
+            learner.model[1].running_mean += 1.0
+        losses.append(float(learner.meta_loss(tasks).detach()))
+    assert losses[0] != losses[1]
+    assert losses[2] == losses[3]
+    eval_mode = maml("frozen", variant="none")
+    twin = maml("frozen", variant="none", model=network().eval())
+    assert torch.equal(eval_mode.meta_loss(tasks), twin.meta_loss(tasks))
+
+
+def test_per_step_collects_what_each_clean_pass_saw():
+    learner, tasks = maml("per_step", variant="low", inner_steps=2), CONV.tasks(1)
+    start = {k: b.clone() for k, b in learner.loop.per_step.buffers.items()}
+    learner.meta_loss(tasks)
+    stored = learner.loop.per_step.buffers
+    # row 0 is the first support pass, at the weights of the meta-model: what plain BatchNorm would have counted
+    reference = network()
+    reference[1].load_state_dict(
+        {**reference[1].state_dict(), **{k[2:]: b[0] for k, b in start.items() if k.startswith("1.")}}
+    )
+    reference(tasks.support[0][0])
+    assert torch.equal(stored["1.running_mean"][0], reference[1].running_mean)
+    assert torch.equal(stored["1.running_var"][0], reference[1].running_var)
+    assert stored["1.num_batches_tracked"].tolist() == [1, 1, 1]
+    assert not torch.equal(stored["1.running_mean"][2], start["1.running_mean"][2])
+
+
+def test_per_step_counts_each_task_once_in_spite_of_the_second_outer_pass():
+    learner = maml("per_step", variant="up")
+    learner.step(CONV.tasks(3), torch.optim.SGD(learner.model.parameters(), 0.1))
+    assert learner.loop.per_step.buffers["1.num_batches_tracked"].tolist() == [3, 3, 3]
+
+
+def test_evaluation_writes_no_statistics():
+    learner = maml("per_step")
+    learner.meta_loss(CONV.tasks())
+    home = {k: b.clone() for k, b in learner.loop.per_step.buffers.items()}
+    learner.evaluate(CONV.tasks())
+    learner.adapt(CONV.tasks().unbind()[0])
+    assert_same(learner.loop.per_step.buffers, home)
+
+
+@pytest.mark.parametrize(("policy", "transductive"), [("batch", True), ("frozen", False), ("per_step", False)])
+def test_whether_a_prediction_depends_on_the_other_queries(policy, transductive):
+    learner, task = maml(policy), CONV.tasks(1)
+    learner.meta_loss(CONV.tasks(3, seed=9))
+    (x, y), changed = task.query, task.query[0].clone()
+    changed[0, 1:] += 1.0
+    outputs = []
+    for query in (x, changed):
+        batch = Task(task.support, (query, y))
+        with torch.no_grad(), learner._ready(loop := learner._judging(None, False), batch):
+            outputs.append(learner._adapt(loop, batch).output[0, 0])
+    assert torch.equal(*outputs) != transductive
+    assert learner.evaluate(task).transductive == transductive
+    model = learner.adapt(task.unbind()[0])
+    assert torch.equal(model(x[0])[0], model(changed[0])[0]) != transductive
+
+
+def test_a_model_without_batch_statistics_is_not_transductive():
+    assert not batchnorm.is_transductive(nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3)), "batch")
+    assert batchnorm.is_transductive(nn.BatchNorm1d(3), "batch")
+    assert not batchnorm.is_transductive(nn.BatchNorm1d(3), "frozen")
+    assert batchnorm.is_transductive(nn.BatchNorm1d(3, track_running_stats=False), "frozen")
+
+
+def test_the_outer_optimizer_alone_counts_nothing_under_batch():
+    model = network()
+    optimizer = SharpnessAware(torch.optim.SGD(model.parameters(), 0.1), Sharp(), model=model)
+    with batchnorm.mode(model, "batch", training=True):
+        optimizer.step(closure_of(CONV, model, CONV.batch()))
+    assert model[1].num_batches_tracked == 0
