@@ -13,6 +13,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -25,6 +26,7 @@ SLOTS = ("model", "rule", "optim", "tasks")
 """Config groups whose place a user's own ``_target_`` can take."""
 PACKAGED = {"inner.rule": "rule@inner.rule", "outer.rule": "rule@outer.rule"}
 """Keys that select from the group of another name."""
+SWEEP = {"-m", "--multirun"}
 
 UserError = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 
@@ -104,11 +106,15 @@ def _slots(arguments: list[str]) -> Iterator[str]:
     ``model=custom``, whose keys are free. ``inner.rule=asam`` selects from the group ``rule``.
     """
     keys = [a.split("=", 1)[0].lstrip("+~") for a in arguments if "=" in a]
+    # the parser of Hydra wants flags before keys
+    yield from (a for a in arguments if a in SWEEP)
     own = {s for s in SLOTS if f"{s}._target_" in keys and s not in keys}
     yield from (f"{slot}=custom" for slot in sorted(own))
     for argument in arguments:
         key, equals, value = argument.partition("=")
         slot, dot, _ = key.partition(".")
+        if argument in SWEEP:
+            continue
         if equals and dot and slot in own:
             yield f"++{argument}"
         elif equals and key in PACKAGED:
@@ -123,25 +129,41 @@ def _slots(arguments: list[str]) -> Iterator[str]:
 def _check_all(arguments: list[str], config_name: str, check: Callable[[Config], None]) -> None:
     """Compose and check each job; what Hydra's own flags ask for is left to Hydra."""
     flags = {a for a in arguments if a.startswith("-")}
-    if flags - {"-m", "--multirun"}:
+    if flags - SWEEP:
         return
     overrides = [a for a in arguments if a not in flags]
     with hydra.initialize_config_module("metasam.configs", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        for job in _jobs(overrides, loader) if flags else [overrides]:
+        for job in _jobs(overrides, sweep=bool(flags)):
             try:
-                composed = hydra.compose(config_name, job)
+                config = plain_config(hydra.compose(config_name, job))
             except (HydraException, OmegaConfBaseException) as error:
                 raise ValueError(_explain(error, loader, config_name, job)) from error
-            check(plain_config(composed))
+            check(config)
 
 
-def _jobs(overrides: list[str], loader: ConfigLoader) -> list[list[str]]:
-    """The overrides of each job of a sweep; none if a sweeper is to choose values that are not listed."""
+def _parse(overrides: list[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise ValueError(f"expected key=value, got {override!r}")
+        try:
+            parsed.append(parser.parse_override(override))
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"cannot read {override!r} ({reason}): quote it, or see Hydra's override grammar"
+            ) from error
+    return parsed
+
+
+def _jobs(overrides: list[str], sweep: bool) -> list[list[str]]:
+    """The overrides of each job; none if a sweeper is to choose values that are not listed."""
     jobs: list[list[str]] = [[]]
-    for override in OverridesParser.create().parse_overrides(overrides):
+    for override in _parse(overrides):
         values = [str(override.input_line)]
-        if override.is_sweep_override():
+        if sweep and override.is_sweep_override():
             if not (override.is_choice_sweep() or override.is_range_sweep()):
                 return []
             values = [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
@@ -158,7 +180,7 @@ def _explain(error: Exception, loader: ConfigLoader, config_name: str, overrides
         return (
             f"expected {group} to be one of {', '.join(options)}, got {group}={option}{did_you_mean(option, options)}"
         )
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    parsed = _parse(overrides)
     groups = loader.list_groups("")
     selected = [str(o.input_line) for o in parsed if o.key_or_group in groups or o.package]
     known = _keys(plain_config(hydra.compose(config_name, selected))) + groups
@@ -166,7 +188,7 @@ def _explain(error: Exception, loader: ConfigLoader, config_name: str, overrides
         key = override.key_or_group
         if key not in known and not key.startswith("hydra") and not override.is_add() and not override.is_force_add():
             return f"unknown key {key}{did_you_mean(key, known) or '; --help shows all keys'}"
-    return text.splitlines()[0] if text else type(error).__name__
+    return " ".join(text.splitlines()[:2]) if text else type(error).__name__
 
 
 def _keys(config: Config) -> list[str]:

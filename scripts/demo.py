@@ -23,7 +23,7 @@ from metasam.configure import Config
 from metasam.scripts import tables
 from metasam.scripts.command import plain_config
 from metasam.training import assemble, metrics, plots, progress
-from metasam.training.trainer import Trainer, write_json
+from metasam.training.trainer import Interrupted, Trainer, write_json
 
 COST = {"none": 1.0, "low": 1.5, "up": 2.0, "both": 3.0}
 """Gradient evaluations of a meta-step with one inner step, MAML's being 1."""
@@ -92,9 +92,9 @@ def main() -> None:
         running = {job: pool.submit(train, config, _folder(folder, job)) for job, config in jobs.items()}
         try:
             _watch(folder, running, example["iterations"])
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        except (KeyboardInterrupt, Interrupted):
+            pool.shutdown(wait=False, cancel_futures=True)  # the runs themselves stop after their step
+            sys.exit(f"stopped; what was done is in {folder}")
         results = {v: [running[v, s].result() for s in SEEDS] for v in COST}
     rows = compare(results)
     _write(folder, rows, results, example)

@@ -57,7 +57,7 @@ def run(config: Config) -> None:
         **baselines,
         **evaluation.environment(device),
         "command": command.command_line(),
-        "config": {k: v for k, v in config.items() if k != "run"},
+        "config": {k: v for k, v in config.items() if k not in ("model", "loss", "inner")},
         "tasks": measured["tasks"],
         "per_task": measured["per_task"],
     }

@@ -36,9 +36,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         grid.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
-    console = Console()
-    # in a pipe rich would cut at 80 columns
-    console.print(grid, width=console.width if console.is_terminal else 160, crop=False)
+    wide = None if Console().is_terminal else 160  # in a pipe rich would cut at 80 columns
+    Console(width=wide).print(grid)
 
 
 def value(mean: float, ci95: float | None, quantity: str = "accuracy") -> str:

@@ -82,7 +82,7 @@ def learner_node(config: Config, family: TaskFamily) -> Config:
         "input": math.prod(shape),
         "input_shape": shape,
     }
-    inside, outside = config["inner"], config["outer"]
+    inside = config["inner"]
     node = {
         "_target_": "metasam.meta.SharpMAML",
         "model": _offer("model", config["model"], sizes),
@@ -94,19 +94,26 @@ def learner_node(config: Config, family: TaskFamily) -> Config:
         **{k: config[k] for k in ("first_order", "reuse_inner_eps", "batchnorm", "engine", "chunk_size")},
     }
     if config["variant"] in ("low", "both"):
-        node["inner_rule"] = _rule("rho_low", inside["rule"] or config["rule"], config["rho_low"])
+        node["inner_rule"] = _rule(config, "inner", "rho_low")
     if config["variant"] in ("up", "both"):
-        node["outer_rule"] = _rule("rho_up", outside["rule"] or config["rule"], config["rho_up"])
+        node["outer_rule"] = _rule(config, "outer", "rho_up")
     result: Config = plain(node)
     return result
 
 
-def _rule(key: str, node: Config, rho: float | None) -> Config:
+def _rule(config: Config, loop: str, radius: str) -> Config:
+    """The rule of one loop, with the radius that the config gives for that loop."""
+    node, rho = config[loop]["rule"] or config["rule"], config[radius]
+    names, any_name = parameters(_target("rule", node))
+    if node["_target_"] == "metasam.rules.Plain":
+        raise ValueError(
+            f"variant={config['variant']} puts a rule in the {loop} loop, and plain is none: "
+            "expected rule=sam or another, or variant=none"
+        )
     if rho is None:
         return node
-    names, any_name = parameters(_target("rule", node))
     if "rho" not in names and not any_name:
-        raise ValueError(f"{key}={rho}: the rule {node['_target_']} has no radius; leave {key} out")
+        raise ValueError(f"{radius}={rho}: the rule {node['_target_']} has no radius; leave {radius} out")
     return {**node, "rho": rho}
 
 
@@ -233,7 +240,7 @@ def run_folder(config: Config, name: str, rule: str, parent: str | Path = "runs"
     """Where a run goes by default: its most telling keys, and a hash of all of them.
 
     >>> run_folder({"variant": "both", "seed": 1, "ways": 5}, "glyphs", "sam").as_posix()
-    'runs/glyphs-both-sam-seed1-7ae9f3a9'
+    'runs/glyphs-both-sam-seed1-77747eaf'
     """
     keys = json.dumps({k: v for k, v in plain(config).items() if k not in ("run", "resume")}, sort_keys=True)
     digest = hashlib.sha256(keys.encode()).hexdigest()[:8]

@@ -64,6 +64,10 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
         CheckpointError: the file is cut short or damaged, holds something else, or was written by a newer metasam.
     """
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums of tensors
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} is wrong")
         payload = torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise

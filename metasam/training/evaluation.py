@@ -81,7 +81,12 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "peak_memory_mb": _peak_memory_mb(device),
-        "versions": {"python": platform.python_version(), **{p: _version(p) for p in ("torch", "metasam", "higher")}},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "metasam": _version("metasam"),
+            "higher": _version("higher"),
+        },
     }
 
 

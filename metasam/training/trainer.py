@@ -162,7 +162,8 @@ class Trainer:
                 if in_a_row >= PATIENCE:
                     raise FloatingPointError(
                         f"{PATIENCE} meta-steps in a row, up to iteration {self.iteration}, were skipped: expected "
-                        "finite gradients, got nan or inf; lower inner.lr, optim.lr or the radius, or look for NaN in the data"
+                        "finite gradients, got nan or inf; lower inner.lr, optim.lr or the radius, "
+                        "or look for NaN in the data"
                     )
                 if self._stop:
                     raise Interrupted(f"stopped at iteration {self.iteration} of {self.iterations}, and saved")

@@ -1,0 +1,298 @@
+"""The commands: from the command line to the run folder, and what they say to mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from metasam.training import checkpoint, metrics
+
+pytest.importorskip("hydra")
+from hydra.core.global_hydra import GlobalHydra
+
+from metasam.scripts import command, demo, evaluate, tables, train
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TINY = [
+    "tasks=sinusoid", "model.hidden=[8]", "iterations=4", "evaluate_every=2", "tasks_per_batch=2", "validation_tasks=4",
+    "test_tasks=4", "threads=1",
+]  # fmt: skip
+LETTERS = [
+    "tasks._target_=my_tasks.Letters", "model.hidden=4", "iterations=2", "tasks_per_batch=2", "validation_tasks=4",
+    "test_tasks=4", "threads=1",
+]  # fmt: skip
+MY_TASKS = '''
+import torch
+from metasam.types import Task
+
+class Letters:
+    """Noise with labels, of any number of ways."""
+
+    classification, input_shape = True, (1, 16, 16)
+
+    def __init__(self, ways, queries, splits=("train", "validation", "test")):
+        self.output_size, self.queries, self.splits = ways, queries, list(splits)
+
+    def batch(self, split, tasks):
+        y = torch.arange(self.output_size)
+        def one(i):
+            generator = torch.Generator().manual_seed(i)
+            def x(n): return torch.rand(n, 1, 16, 16, generator=generator)
+            return Task((x(len(y)), y), (x(len(y) * self.queries), y.repeat(self.queries)))
+        return Task.stack([one(i) for i in tasks])
+
+    def size(self, split):
+        if split not in self.splits:
+            raise ValueError(f"no {split!r} split")
+        return None
+
+    def describe(self):
+        return {"name": "letters", "ways": self.output_size}
+
+def net(ways, width=3):
+    layers = torch.nn.Flatten(), torch.nn.Linear(256, width), torch.nn.ReLU(), torch.nn.Linear(width, ways)
+    return torch.nn.Sequential(*layers)
+
+def loss(output, target):
+    return torch.nn.functional.cross_entropy(output, target, label_smoothing=0.1)
+'''
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Run a command in this process, in an empty folder: (exit status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tasks.py").write_text(MY_TASKS)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    threads = torch.get_num_threads()
+
+    def run(main, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"metasam-{main.__name__.rpartition('.')[2]}", *arguments])
+        GlobalHydra.instance().clear()
+        status = 0
+        try:
+            main.main()
+        except SystemExit as stop:
+            status = stop.code
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    yield run
+    torch.set_num_threads(threads)
+    sys.modules.pop("my_tasks", None)
+
+
+def refused(result, *words):
+    status, out, err = result
+    assert status == 2
+    assert not out
+    assert len(err.strip().splitlines()) == 1, err
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err
+    return err
+
+
+def test_train_and_evaluate(call, tmp_path):
+    status, out, err = call(train, *TINY, "run=here", "seed=3")
+    assert status == 0, err
+    assert "loss, adapted as trained" in out
+    results = json.loads((tmp_path / "here/results.json").read_text())
+    assert results["seed"] == 3
+    assert results["command"] == f"metasam-train {' '.join(TINY)} run=here seed=3".replace("[8]", "[8]").replace(
+        "model.hidden=[8]", "'model.hidden=[8]'"
+    )
+    assert results["gradient_evaluations"] == 12
+    assert {p.name for p in tmp_path.iterdir()} == {"here", "my_tasks.py"}  # no litter
+    status, out, err = call(evaluate, "run=here", "test_tasks=4")
+    assert status == 0, err
+    evaluation = json.loads((tmp_path / "here/evaluation-sinusoid.json").read_text())
+    assert evaluation["loss"] == results["loss"]
+    assert evaluation["per_task"] == results["per_task"]
+    assert evaluation["best_iteration"] == results["best_iteration"]
+    status, out, err = call(evaluate, "run=here", "test_tasks=3", "shots=5", "steps=2", "checkpoint=latest", "seed=9")
+    assert status == 0, err
+    evaluation = json.loads((tmp_path / "here/evaluation-sinusoid.json").read_text())
+    assert evaluation["n"] == 3
+    assert evaluation["tasks"]["shots"] == 5
+
+
+def test_default_folder_and_resume(call, tmp_path):
+    assert call(train, *TINY)[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("sinusoid-both-sam-seed0-")
+    refused(call(train, *TINY), "resume=true continues it")
+    before = checkpoint.load(folder / "checkpoint.pt")
+    status, _, err = call(train, *TINY, "resume=true")
+    assert status == 0
+    assert "resuming" in err
+    assert torch.equal(checkpoint.load(folder / "checkpoint.pt")["rng"]["torch"], before["rng"]["torch"])
+    refused(
+        call(train, *TINY, "resume=true", f"run={folder}", "inner.lr=0.5"), "differs in inner.lr (0.01 there, 0.5 here)"
+    )
+
+
+def test_your_own_parts(call, tmp_path):
+    own = ["model._target_=my_tasks.net", "model.width=5", "loss._target_=my_tasks.loss", "ways=4", "run=own"]
+    status, _, err = call(train, *[a for a in LETTERS if a != "model.hidden=4"], *own)
+    assert status == 0, err
+    saved = checkpoint.load(tmp_path / "own/best.pt")
+    assert saved["config"]["maml"]["model"] == {"_target_": "my_tasks.net", "width": 5, "ways": 4}
+    assert saved["maml"]["model"]["3.weight"].shape == (4, 5)
+    results = json.loads((tmp_path / "own/results.json").read_text())
+    assert results["over"] == "4 test tasks"
+    refused(call(train, *LETTERS, "model._target_=my_tasks.nett"), "model._target_", "did you mean 'net'")
+    refused(call(train, *LETTERS, "tasks.way=3", "run=x"), "takes no argument 'way'; did you mean 'ways'")
+
+
+def test_evaluate_refuses_a_head_of_another_width(call):
+    assert call(train, *LETTERS, "run=five")[0] == 0
+    err = refused(call(evaluate, "run=five", "ways=20"))
+    assert "the head of five has 5 outputs, and tasks=custom needs 20: train with ways=20" in err
+    refused(call(evaluate, "run=five", "tasks=sinusoid"), "has 5 outputs, and tasks=sinusoid needs 1")
+    refused(call(evaluate, "run=five", "split=tes"), "split to be one of", "did you mean 'test'")
+    refused(call(evaluate, "run=nowhere"), "no best.pt in nowhere")
+    refused(call(evaluate), "expected a value for run, got none: set run=")
+    refused(call(evaluate, "runn=five"), "unknown key runn; did you mean 'run'")
+
+
+def test_without_a_test_split(call, tmp_path):
+    status, out, err = call(train, *LETTERS, "tasks.splits=[train,validation]", "run=two")
+    assert status == 0, err
+    assert "4 validation tasks" in out
+    refused(call(evaluate, "run=two"), "no 'test' split")
+
+
+def test_sweep(call, tmp_path):
+    status, _, err = call(train, *TINY, "--multirun", "variant=none,low", "seed=1,2", "run=sweep")
+    assert status == 0, err
+    names = sorted(p.name.rpartition("-")[0] for p in (tmp_path / "sweep").iterdir())
+    assert names == [f"sinusoid-{v}-sam-seed{s}" for v in ("low", "none") for s in (1, 2)]
+    assert all((p / "results.json").exists() for p in (tmp_path / "sweep").iterdir())
+    # a mistake in a later job is found before the first one runs
+    refused(call(train, *TINY, "-m", "rule=asam,samm", "run=other"), "did you mean 'sam'")
+    refused(call(train, *TINY, "-m", "inner.lr=0.1,nan", "run=other"), "inner.lr=nan")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["itertions=5"], ["unknown key itertions; did you mean 'iterations'?"]),
+        (["inner.stepz=1"], ["unknown key inner.stepz; did you mean 'inner.steps'?"]),
+        (["outer.rul=sam"], ["unknown key outer.rul; did you mean 'outer.rule'?"]),
+        (["tasks.noice=1", "tasks=sinusoid"], ["unknown key tasks.noice; did you mean 'tasks.noise'?"]),
+        (["rule=samm"], ["expected rule to be one of asam, multistep, plain, sam, usam", "did you mean 'sam'?"]),
+        (["inner.rule=multstep"], ["did you mean 'multistep'?"]),
+        (["task=glyphs"], ["unknown key task; did you mean 'tasks'?"]),
+        (["experiment=dem"], ["did you mean 'demo'?"]),
+        (["xyzzy=1"], ["unknown key xyzzy; --help"]),
+        (["ways"], ["expected key=value, got 'ways'"]),
+        (["ways=[1"], ["'ways=[1'"]),
+        (["ways=1"], ["ways=1"]),
+        (["tasks=omniglot", "tasks.root=nowhere"], ["nowhere"]),
+        (["tasks=sinusoid", "inner.params=[hd.*]"], ["matches no trainable parameter", "head"]),
+        (["tasks=sinusoid", "run=my_tasks.py/x"], ["cannot write to the run folder", "run=DIR"]),
+        (["tasks=sinusoid", "rule=plain"], ["variant=none"]),
+    ],
+)
+def test_mistakes(call, arguments, words, tmp_path):
+    refused(call(train, *arguments), *words)
+    assert {p.name for p in tmp_path.iterdir()} == {"my_tasks.py"}
+
+
+def test_full_error_on_request(call, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="ways=1"):
+        call(train, "ways=1")
+
+
+def test_own_slots():
+    def rewritten(*arguments):
+        return list(command._slots(list(arguments)))
+
+    assert rewritten("model._target_=a.B", "model.x=1", "seed=1") == [
+        "model=custom", "++model._target_=a.B", "++model.x=1", "seed=1",
+    ]  # fmt: skip
+    assert rewritten("model=mlp", "model._target_=a.B") == ["model=mlp", "model._target_=a.B"]
+    assert rewritten("inner.rule=asam", "outer.rule=sam") == ["rule@inner.rule=asam", "rule@outer.rule=sam"]
+    assert rewritten("-m", "loss._target_=a.b") == ["-m", "loss._target_=a.b"]
+
+
+def test_demo_comparison():
+    runs = {
+        "none": [{"per_task": [0.2, 0.4], "gradient_evaluations": 10.0, "seconds": 1.0}] * 2,
+        "up": [{"per_task": [0.3, 0.5], "gradient_evaluations": 20.0, "seconds": 2.0}] * 2,
+    }
+    none, up = demo.compare(runs)
+    assert (none["difference"], none["n"]) == (0.0, 4)
+    assert up["difference"] == pytest.approx(0.1)
+    assert up["difference_ci95"] == pytest.approx(0.0, abs=1e-12)  # the same in each task, though tasks differ
+    assert up["ci95"] == pytest.approx(1.96 * 0.11547 / 2, rel=1e-4)
+    assert up["gradient_evaluations"] == 20
+
+
+def test_a_table_in_a_pipe_is_not_cut(capsys):
+    tables.table("title", ("a", "b"), [("x" * 60, "y" * 60)])
+    assert "x" * 60 in capsys.readouterr().out
+
+
+# -- as processes ----------------------------------------------------------------------------------------------------
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def start(folder, *arguments):
+    arguments = [*TINY, "model.hidden=[40,40]", "iterations=60", "evaluate_every=20", f"run={folder}", *arguments]
+    return [sys.executable, str(SCRIPTS / "train.py"), *arguments]
+
+
+def wait_for_lines(process, path, lines):
+    for _ in range(6000):
+        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+            return
+        assert process.poll() is None, "the run ended before it could be stopped"
+        time.sleep(0.005)
+    raise AssertionError("the run never got there")
+
+
+def test_kill_and_resume_to_the_same_bits(tmp_path):
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), "text": True}
+    whole = subprocess.Popen(start(tmp_path / "whole"), **quiet)
+    parts = subprocess.Popen(start(tmp_path / "parts"), **quiet)
+    wait_for_lines(parts, tmp_path / "parts/metrics.jsonl", 27)
+    parts.kill()
+    parts.communicate()
+    assert checkpoint.load_latest(tmp_path / "parts/checkpoint.pt")[0]["iteration"] in (20, 40)
+
+    parts = subprocess.Popen(start(tmp_path / "parts", "resume=true"), **quiet)
+    wait_for_lines(parts, tmp_path / "parts/metrics.jsonl", 45)
+    parts.send_signal(signal.SIGINT)
+    _, err = parts.communicate()
+    assert parts.returncode == 130
+    advice = err.strip().splitlines()[-1].strip()
+    assert advice.startswith("python ")
+    assert advice.endswith("resume=true")
+
+    again = subprocess.run(start(tmp_path / "parts", "resume=true"), env=environment(), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    _, err = whole.communicate()
+    assert whole.returncode == 0, err
+
+    def lines(name):
+        return [{k: v for k, v in e.items() if k != "seconds"} for e in metrics.read(tmp_path / name)]
+
+    assert lines("whole") == lines("parts")
+    for name in ("best.pt", "checkpoint.pt"):
+        a, b = (checkpoint.load(tmp_path / folder / name)["maml"]["model"] for folder in ("whole", "parts"))
+        assert all(torch.equal(a[k], b[k]) for k in a)
+    a, b = (json.loads((tmp_path / folder / "results.json").read_text()) for folder in ("whole", "parts"))
+    assert a["per_task"] == b["per_task"]
