@@ -6,9 +6,35 @@ loop, the outer loop, or both, ``from metasam import SharpMAML``. Needs torch; `
 
 from .meta import SharpMAML as SharpMAML
 from .optim import ASAM as ASAM
+from .optim import GSAM as GSAM
 from .optim import SAM as SAM
+from .optim import WSAM as WSAM
+from .optim import AgnosticSAM as AgnosticSAM
+from .optim import FisherSAM as FisherSAM
+from .optim import FriendlySAM as FriendlySAM
+from .optim import LookbehindSAM as LookbehindSAM
+from .optim import LookSAM as LookSAM
+from .optim import MomentumSAM as MomentumSAM
+from .optim import MultiStepSAM as MultiStepSAM
 from .optim import SharpnessAware as SharpnessAware
+from .optim import VaSSO as VaSSO
 from .types import Task as Task
 
 __version__ = "0.1.0"
-__all__ = ["ASAM", "SAM", "SharpMAML", "SharpnessAware", "Task"]
+__all__ = [
+    "ASAM",
+    "GSAM",
+    "SAM",
+    "WSAM",
+    "AgnosticSAM",
+    "FisherSAM",
+    "FriendlySAM",
+    "LookSAM",
+    "LookbehindSAM",
+    "MomentumSAM",
+    "MultiStepSAM",
+    "SharpMAML",
+    "SharpnessAware",
+    "Task",
+    "VaSSO",
+]

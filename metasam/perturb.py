@@ -105,3 +105,30 @@ class Unnormalised:
 
     def check(self, params: Params) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """``eps = rho D g / sqrt(g . D g)``, ``D = 1/(1 + eta f)``, ``f = g^2`` (Kim et al. 2022, Fisher-SAM, eq. 9).
+
+    The ellipsoid is that of the diagonal Fisher information of the batch, so it depends on the scale of the loss.
+
+    Args:
+        eta: how much information shrinks a direction; 0 is `Steepest`.
+    """
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eta < float("inf"):
+            raise ValueError(f"expected eta >= 0, got eta={self.eta}")
+
+    def __call__(self, params: Params, grads: Params, rho: Factor) -> Params:
+        climb = {k: g / (1 + self.eta * g.square()) for k, g in grads.items()}
+        return tree.scale(climb, _times(rho, tree.normalizer(tree.dot(grads, climb))))
+
+    def square(self, params: Params, eps: Params) -> Tensor | None:
+        return None
+
+    def check(self, params: Params) -> None:
+        pass

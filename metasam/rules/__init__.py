@@ -12,11 +12,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..perturb import Adaptive, Unnormalised
+from ..perturb import Adaptive, Fisher, Unnormalised
+from .agnostic import Agnostic as Agnostic
 from .base import DirectionRule as DirectionRule
 from .base import Rule as Rule
+from .friendly import FriendlySAM as FriendlySAM
+from .gsam import GSAM as GSAM
+from .lookbehind import Lookbehind as Lookbehind
+from .looksam import LookSAM as LookSAM
+from .msam import MomentumSAM as MomentumSAM
 from .plain import Plain as Plain
 from .sharp import Sharp as Sharp
+from .vasso import VaSSO as VaSSO
+from .wsam import WSAM as WSAM
 
 NAMED: dict[str, Callable[..., Rule]] = {
     "plain": Plain,
@@ -24,6 +32,15 @@ NAMED: dict[str, Callable[..., Rule]] = {
     "asam": partial(Sharp, rho=0.5, perturb=Adaptive()),
     "usam": partial(Sharp, perturb=Unnormalised()),
     "multistep": partial(Sharp, steps=2),
+    "fisher": partial(Sharp, rho=0.1, perturb=Fisher()),
+    "agnostic": Agnostic,
+    "lookbehind": Lookbehind,
+    "looksam": LookSAM,
+    "gsam": GSAM,
+    "friendly": FriendlySAM,
+    "vasso": VaSSO,
+    "momentum": MomentumSAM,
+    "wsam": WSAM,
 }
 """Every method by its short name, with its paper's defaults."""
 

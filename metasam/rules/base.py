@@ -33,6 +33,8 @@ class Rule(ABC):
     """  # noqa: D205
 
     hyper: ClassVar[tuple[str, ...]] = ()
+    clean: ClassVar[bool] = True
+    """Whether every step evaluates the training loss at the undisplaced point, where BatchNorm counts its batch."""
 
     def init(self, params: Params) -> State:
         """State before the first step; raises ValueError when the rule cannot work on these parameters."""

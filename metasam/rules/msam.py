@@ -1,4 +1,4 @@
-"""Momentum-SAM (Becker et al. 2024, arXiv 2401.12033): the momentum buffer is the ascent direction, at no extra cost."""
+"""Momentum-SAM (Becker et al. 2024, arXiv 2401.12033): climb against the momentum buffer, at no extra cost."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class MomentumSAM(Rule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    clean: ClassVar[bool] = False
 
     rho: Factor = 0.3
     perturb: Perturb = field(default_factory=Steepest)

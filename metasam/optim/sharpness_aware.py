@@ -1,20 +1,9 @@
-"""Rules as ordinary optimizers: `SharpnessAware`, a true ``torch.optim.Optimizer``, and the named methods on it.
-
->>> model = torch.nn.Linear(3, 1)
->>> optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
->>> x, y = torch.randn(8, 3), torch.randn(8, 1)
->>> def closure():
-...     optimizer.zero_grad()
-...     loss = torch.nn.functional.mse_loss(model(x), y)
-...     loss.backward()
-...     return loss
->>> loss = optimizer.step(closure)
-"""
+"""The live runtime of every rule: a true ``torch.optim.Optimizer``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import batchnorm, tree
-from .perturb import Adaptive, Unnormalised
-from .rules import DirectionRule, Rule, Sharp
-from .types import Eval, Params, Part, State
+from .. import batchnorm, tree
+from ..rules import DirectionRule, Rule
+from ..types import Eval, Params, Part, State
 
 Closure = Callable[..., Any]
 """``closure() -> loss``: clears gradients or not, computes the loss, calls backward. ``closure(part=...)`` for rules
@@ -262,14 +250,16 @@ class LiveOracle:
         with ExitStack() as stack:
             if eps:
                 stack.enter_context(self._moved(eps))
-            if eps or on != "train" or self.counted:
+            # the first evaluation of the batch counts it, at undisplaced weights unless the rule never goes there
+            counts = on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
+            if not counts:
                 stack.enter_context(batchnorm.frozen(self.optimizer.model))
             for p in self.live.values():
                 p.grad = None
             with torch.set_grad_enabled(grad), tree.fused(False):
                 loss = closure() if part is None else closure(part=part)
             value = torch.as_tensor(float("nan") if loss is None else loss).detach()
-            if on == "train" and not eps and not self.counted:
+            if counts:
                 self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
             return Eval(value, self._take())
 
@@ -348,98 +338,3 @@ def _names(params: Sequence[Tensor], model: nn.Module) -> list[str]:
             f"expected the parameters of model={type(model).__name__}, got {missing} that are not among them"
         )
     return [names[id(p)] for p in params]
-
-
-def build_base(params: Any, base: Any, model: nn.Module | None, settings: Mapping[str, Any]) -> Optimizer:
-    """The base optimizer that a named method was asked for.
-
-    Args:
-        params: parameters, ``named_parameters()``, param groups, a finished optimizer, or None with ``model``.
-        base: optimizer class or factory; ignored for a finished optimizer.
-        model: whose parameters to take when ``params`` is None.
-        settings: keyword arguments of ``base`` (``lr=...``).
-
-    Raises:
-        TypeError: settings beside a finished optimizer, or neither parameters nor a model.
-    """
-    if isinstance(params, Optimizer):
-        if settings:
-            raise TypeError(f"expected no settings beside a finished optimizer, got {', '.join(settings)}")
-        return params
-    if params is None:
-        if model is None:
-            raise TypeError("expected parameters: model.parameters(), model.named_parameters(), or model=model")
-        params = model.named_parameters()
-    if isinstance(params, nn.Module):
-        raise TypeError("expected parameters, got a module: pass model.parameters(), or model=model")
-    made = base(params, **settings)
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"expected base to make a torch.optim.Optimizer, got {type(made).__name__}")
-    return made
-
-
-Parameters = Optimizer | Iterable[Any] | None
-
-
-class SAM(SharpnessAware):
-    """Sharpness-Aware Minimization (Foret et al. 2021): ``u(grad L(w + rho g/||g||))``; 2 gradient evaluations a step.
-
-    Args:
-        params: ``model.parameters()``, ``model.named_parameters()``, param groups (with their own ``lr`` and ``rho`` if
-            wanted), or a finished optimizer: ``SAM(torch.optim.Adam(...), rho=0.05)``.
-        base: class of the base optimizer.
-        rho: radius; 0.05 suits CIFAR-10 and ImageNet, 0.1 CIFAR-100 (paper).
-        steps: ascent steps; more than one is multi-step SAM.
-        normalise: False is USAM, ``eps = rho g``, whose rho is not comparable.
-        model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
-
-    Raises:
-        TypeError: see `SharpnessAware`.
-        ValueError: a negative or non-finite rho, or steps < 1.
-    """
-
-    def __init__(
-        self,
-        params: Parameters = None,
-        base: Callable[..., Optimizer] = torch.optim.SGD,
-        *,
-        rho: float = 0.05,
-        steps: int = 1,
-        normalise: bool = True,
-        model: nn.Module | None = None,
-        **settings: Any,
-    ) -> None:
-        rule = Sharp(rho, steps=steps) if normalise else Sharp(rho, Unnormalised(), steps=steps)
-        super().__init__(build_base(params, base, model, settings), rule, model=model)
-
-
-class ASAM(SharpnessAware):
-    """Adaptive SAM (Kwon et al. 2021): ``eps = rho T^2 g/||T g||``, ``T = |w| + eta``; 2 gradient evaluations a step.
-
-    Args:
-        params: as in `SAM`; parameters need names here (``named_parameters()`` or ``model=``) unless ``only=None``.
-        base: class of the base optimizer.
-        rho: radius; 0.5 for CIFAR-10, 1.0 for CIFAR-100 (paper).
-        eta: stabiliser of T.
-        only: adapt parameters whose own name contains this, "weight" as the authors do; None adapts all.
-        model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
-
-    Raises:
-        TypeError: see `SharpnessAware`.
-        ValueError: a negative or non-finite rho or eta, or no parameter to adapt (unnamed ones, for instance).
-    """
-
-    def __init__(
-        self,
-        params: Parameters = None,
-        base: Callable[..., Optimizer] = torch.optim.SGD,
-        *,
-        rho: float = 0.5,
-        eta: float = 0.01,
-        only: str | None = "weight",
-        model: nn.Module | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(build_base(params, base, model, settings), Sharp(rho, Adaptive(eta, only)), model=model)
