@@ -158,6 +158,7 @@ class SharpMAML:
         self.engine_used: str | None = None
         self.engine_reason: str | None = None
         self.gradient_evaluations = 0.0
+        self.steps = 0
         self.last: Step | None = None
         self._classes: int | None = None
         self._outer: SharpnessAware | None = None
@@ -214,6 +215,7 @@ class SharpMAML:
             others = {} if val_tasks is None else {"val": self._closure(self._batches(val_tasks))[0]}
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
+        self.steps += 1
         spent = self.loop.counts - before
         unit = sum(map(_size, batches)) * (self.loop.steps + 1)
         self.gradient_evaluations += (spent["support"] + spent["query"] + spent["forward"] / 3) / unit
@@ -235,7 +237,8 @@ class SharpMAML:
             losses, hits = [], []
             known = list(displacements)
             for i, part in enumerate(chunks):
-                found = self._adapt(self.loop, part, given=known[i] if known else ())
+                loop = dataclasses.replace(self.loop, stream=self.steps, first=sum(map(_size, chunks[:i])))
+                found = self._adapt(loop, part, given=known[i] if known else ())
                 if self.loop.keep_eps and not known:
                     displacements.append(found.eps)
                 (found.loss.sum() / total).backward()
@@ -335,6 +338,7 @@ class SharpMAML:
             "outer": rule_state,
             "skipped": skipped,
             "per_step": None if self.loop.per_step is None else dict(self.loop.per_step.buffers),
+            "steps": self.steps,
             "counts": self.counts,
             "gradient_evaluations": self.gradient_evaluations,
         }
@@ -360,7 +364,7 @@ class SharpMAML:
             b.copy_(state_dict["per_step"][k])
         self.loop.counts.clear()
         self.loop.counts.update(state_dict["counts"])
-        self.gradient_evaluations = state_dict["gradient_evaluations"]
+        self.gradient_evaluations, self.steps = state_dict["gradient_evaluations"], state_dict["steps"]
 
     # inside
 

@@ -52,6 +52,13 @@ class Oracle(Protocol):
         """
         ...
 
+    def noise(self, like: Params, *key: int) -> Params:
+        """Standard normal tensors of the shapes of ``like``: the same for the same key, here and on every runtime.
+
+        In an inner loop they also depend on the meta-step, the inner step and the task.
+        """
+        ...
+
 
 class Descent(Protocol):
     """One update of the base optimizer, whatever it is."""

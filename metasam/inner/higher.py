@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import noise
 from ..types import Params, Task
 from .loop import Adapted, Constants, InnerLoop, Loss, check_depends
 
@@ -65,7 +66,11 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
         fast = {k: v for k, v in params.items() if k in loop.adapted}
         descend = Descent(fast, loop.lr, loop.training)
         own = [{k: v[i] for k, v in eps.items()} for eps in given]
-        results.append(loop.run(params, task, _gradient, descend, own))
+
+        def draw(like: Params, key: tuple[int, ...], task: int = loop.first + i) -> Params:
+            return noise.normal(like, *key, task)
+
+        results.append(loop.run(params, task, _gradient, draw, descend, own))
     losses, outputs, adapted, traces = zip(*results, strict=True)
     return Adapted(
         torch.stack(losses),

@@ -27,6 +27,10 @@ Gradient = Callable[[Loss, Params, Constants, bool], tuple[Params, Tensor]]
 """``(loss, params, constants, graph) -> (grads, value)``: how an engine differentiates a loss in ``params``."""
 
 
+Noise = Callable[[Params, tuple[int, ...]], Params]
+"""``(like, key) -> standard normal tensors``: how an engine gives each task its own."""
+
+
 class Adapted(NamedTuple):
     """What comes out of a batch of T inner loops."""
 
@@ -56,6 +60,8 @@ class InnerLoop:
         policy: BatchNorm policy, see `metasam.batchnorm.POLICIES`.
         per_step: the statistics of the policy "per_step".
         keep_eps: return the displacements, for a second pass to reuse.
+        stream: number of the meta-step, a part of the key of all noise.
+        first: number of the first task in the meta-batch that it is a chunk of, likewise.
         counts: gradient evaluations and forwards, counted a task.
     """
 
@@ -70,6 +76,8 @@ class InnerLoop:
     policy: str = "batch"
     per_step: batchnorm.PerStep | None = None
     keep_eps: bool = False
+    stream: int = 0
+    first: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     def forward(self, params: Params, x: Tensor, step: int, clean: bool) -> Any:
@@ -98,7 +106,14 @@ class InnerLoop:
         return loss, output
 
     def run(
-        self, params: Params, task: Task, gradient: Gradient, descend: Descent, given: Sequence[Params], weight: int = 1
+        self,
+        params: Params,
+        task: Task,
+        gradient: Gradient,
+        noise: Noise,
+        descend: Descent,
+        given: Sequence[Params],
+        weight: int = 1,
     ) -> tuple[Tensor, Tensor | tuple[()], Params, list[Params]]:
         """Adapt to one task and judge: query loss, query output, adapted parameters, displacements.
 
@@ -106,6 +121,7 @@ class InnerLoop:
             params: where to start; all parameters of the model.
             task: one task.
             gradient: how to differentiate.
+            noise: how to draw.
             descend: the inner optimizer.
             given: displacements to use instead of the rule's own, one a step (Sharp-MAML, eq. 14); empty: the rule's.
             weight: how many tasks this call stands for, in the counts.
@@ -115,7 +131,7 @@ class InnerLoop:
         state = self.rule.init(fast)
         trace = []
         for step in range(self.steps):
-            at = SupportOracle(self, gradient, fast, fixed, task.support, step, weight)
+            at = SupportOracle(self, gradient, noise, fast, fixed, task.support, step, weight)
             if given:
                 fast = descend(fast, at(given[step]).grads)
             else:
@@ -134,13 +150,14 @@ class SupportOracle:
         self,
         loop: InnerLoop,
         gradient: Gradient,
+        noise: Noise,
         params: Params,
         fixed: Params,
         support: tuple[Tensor, Tensor],
         step: int,
         weight: int,
     ) -> None:
-        self.loop, self.gradient, self.params, self.fixed = loop, gradient, params, fixed
+        self.loop, self.gradient, self.draw, self.params, self.fixed = loop, gradient, noise, params, fixed
         self.support, self.step, self.weight = support, step, weight
         self.eps: Params | None = None
 
@@ -173,6 +190,9 @@ class SupportOracle:
             return Eval(loss(point, (fixed, x, y)), {})
         grads, value = self.gradient(loss, point, (fixed, x, y), graph)
         return Eval(value, grads)
+
+    def noise(self, like: Params, *key: int) -> Params:
+        return self.draw(like, (*key, self.loop.stream, self.step))
 
 
 def check_depends(loss: Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import noise
 from ..types import Params, Task
 from .loop import SGD, Adapted, Constants, InnerLoop, Loss, check_depends
 
@@ -80,12 +81,39 @@ def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> 
     return {k: g for k, g in zip(params, grads, strict=True) if k not in call.unused}, value
 
 
+class _Drawn(torch.autograd.Function):
+    """Noise of every task, drawn outside of vmap: ``apply(key, first, index, *like)``."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        raise RuntimeError("only called under vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        raise RuntimeError("only called under vmap")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, key: tuple[int, ...], first: int, index: Tensor, *like: Tensor) -> Any:
+        """One draw a task, stacked; ``index`` is only there so that something is batched."""
+        one = {
+            str(i): v.detach() if d is None else v.detach().select(d, 0)
+            for i, (v, d) in enumerate(zip(like, in_dims[3:], strict=True))
+        }
+        rows = [noise.normal(one, *key, first + task) for task in range(info.batch_size)]
+        return tuple(torch.stack([row[k] for row in rows]) for k in one), (0,) * len(one)
+
+
 def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
     count = len(tasks.support[1])
 
-    def one(sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, given: Sequence[Params]) -> Any:
-        return loop.run(params, Task((sx, sy), (qx, qy)), _gradient, SGD(loop.lr), given, weight=count)
+    def one(sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, given: Sequence[Params], index: Tensor) -> Any:
+        def draw(like: Params, key: tuple[int, ...]) -> Params:
+            return dict(zip(like, _Drawn.apply(key, loop.first, index, *like.values()), strict=True))
+
+        return loop.run(params, Task((sx, sy), (qx, qy)), _gradient, draw, SGD(loop.lr), given, weight=count)
 
     # each task draws its own dropout masks
-    return Adapted(*torch.vmap(one, randomness="different")(*tasks.support, *tasks.query, list(given)))
+    return Adapted(
+        *torch.vmap(one, randomness="different")(*tasks.support, *tasks.query, list(given), torch.arange(count))
+    )

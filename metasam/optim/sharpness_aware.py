@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import batchnorm, tree
+from .. import batchnorm, noise, tree
 from ..rules import DirectionRule, Rule
 from ..types import Eval, Params, Part, State
 
@@ -262,6 +262,9 @@ class LiveOracle:
             if counts:
                 self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
             return Eval(value, self._take())
+
+    def noise(self, like: Params, *key: int) -> Params:
+        return noise.normal(like, *key)
 
     @contextmanager
     def _moved(self, eps: Params) -> Iterator[None]:
