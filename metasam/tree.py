@@ -86,14 +86,10 @@ def detach(tree: Params) -> Params:
 
 
 def dot(a: Params, b: Params) -> Tensor:
-    """Inner product over the intersection of keys, a 0-dim tensor (float32 at least).
-
-    Raises:
-        ValueError: no key is shared.
-    """
+    """Inner product over the intersection of keys, a 0-dim tensor (float32 at least); 0 where there are none."""
     shared = [k for k in a if k in b]
     if not shared:
-        raise ValueError("expected two trees that share a key, got none in common")
+        return torch.zeros(())
     home = a[shared[0]].device
     return torch.stack([(_wide(a[k]) * _wide(b[k])).sum().to(home) for k in shared]).sum()
 
@@ -101,12 +97,16 @@ def dot(a: Params, b: Params) -> Tensor:
 def reject(a: Params, b: Params) -> Params:
     """The part of ``a`` orthogonal to ``b``: ``a - (a.b / b.b) b``; all of ``a`` where b vanishes.
 
+    Exactly zero where a is parallel to b up to rounding: whoever normalises it must not follow rounding noise.
+
     >>> reject({"u": torch.tensor([1.0, 1.0])}, {"u": torch.tensor([2.0, 0.0])})
     {'u': tensor([0., 1.])}
     """
     square = squared_norm(b)
     along = torch.where(square > 0, dot(a, b) / torch.where(square > 0, square, 1.0), 0.0)
-    return add(a, b, -along)
+    rest = add(a, b, -along)
+    noise = 8 * max((torch.finfo(v.dtype).eps for v in a.values()), default=0.0)
+    return scale(rest, torch.where(squared_norm(rest) <= noise**2 * squared_norm(a), 0.0, 1.0))
 
 
 def lerp(a: Params, b: Params, weight: float) -> Params:
@@ -123,7 +123,7 @@ def squared_norm(tree: Params) -> Tensor:
     if _fused.get() and tree and _one_device(tree):
         values = [_wide(v) for v in tree.values()]
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))).square()
-    return dot(tree, tree) if tree else torch.zeros(())
+    return dot(tree, tree)
 
 
 def _wide(tensor: Tensor) -> Tensor:

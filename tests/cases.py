@@ -6,73 +6,58 @@ A new rule is one row in `RULES`; `test_rules.py`, `test_optim.py`, `test_inner.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from metasam import SharpnessAware, Task, batchnorm, inner, tree
-from metasam.perturb import Adaptive, Steepest, Unnormalised
-from metasam.rules import DirectionRule, Plain, Rule, Sharp
-from metasam.tree import Factor
+from metasam import SharpnessAware, Task, batchnorm, inner
+from metasam.perturb import Adaptive, Fisher, Unnormalised
+from metasam.rules import (
+    GSAM,
+    WSAM,
+    Agnostic,
+    FriendlySAM,
+    Lookbehind,
+    LookSAM,
+    MomentumSAM,
+    Plain,
+    Rule,
+    Sharp,
+    VaSSO,
+)
 
 from . import references
 
-# rules that only the tests know: one with state, one that descends on its own
+ENGINES = tuple(inner.ENGINES)
 
+SGD = partial(torch.optim.SGD, lr=0.1)
 
-@dataclass(frozen=True)
-class Averaged(DirectionRule):
-    """eps climbs along a running average of gradients: a slot of parameters and a counter (VaSSO-like)."""
-
-    hyper: ClassVar[tuple[str, ...]] = ("rho",)
-    rho: Factor = 0.1
-    keep: float = 0.6
-
-    def init(self, params):
-        return {"average": {}, "steps": 0}
-
-    def direction(self, at, params, state):
-        fresh = tree.scale(at(local=True).grads, 1 - self.keep)
-        average = tree.add(tree.scale(state["average"], self.keep), fresh)
-        eps = Steepest()(params, average, self.rho)
-        return at(eps).grads, {"average": average, "steps": state["steps"] + 1}
-
-
-@dataclass(frozen=True)
-class Lookbehind(Rule):
-    """Climb and descend ``steps`` times, then go a part ``alpha`` of the way (Mordido et al. 2024)."""
-
-    hyper: ClassVar[tuple[str, ...]] = ("rho",)
-    rho: Factor = 0.1
-    steps: int = 2
-    alpha: float = 0.5
-
-    def __call__(self, at, descend, params, state):
-        grads, eps, fast = at(local=True).grads, {}, params
-        for _ in range(self.steps):
-            eps = tree.add(eps, Steepest()(params, grads, self.rho))
-            grads = at(eps).grads
-            fast = descend(fast, grads)
-        return tree.add(params, tree.scale(tree.add(fast, tree.scale(params, -1.0)), self.alpha)), state
+# a rule that only the tests know
 
 
 @dataclass(frozen=True)
 class Lookahead(Rule):
-    """What `Lookbehind` is at radius 0."""
+    """What `Lookbehind` is at radius 0 (Zhang et al. 2019, on one batch)."""
 
     steps: int = 2
-    alpha: float = 0.5
+    keep: float | None = 0.5
 
     def __call__(self, at, descend, params, state):
-        grads, fast = at().grads, params
+        grads, fast, ways = at().grads, params, []
         for _ in range(self.steps):
             fast = descend(fast, grads)
-        return tree.add(params, tree.scale(tree.add(fast, tree.scale(params, -1.0)), self.alpha)), state
+            ways.append({k: fast[k] - params[k] for k in fast})
+        keep = dict.fromkeys(fast, self.keep)
+        if self.keep is None:
+            cosine = partial(nn.functional.cosine_similarity, dim=0)
+            keep = {k: (cosine(ways[0][k].flatten(), way.flatten()) + 1) / 2 for k, way in ways[-1].items()}
+        return {k: params[k] + way * keep[k] for k, way in ways[-1].items()}, state
 
 
 @dataclass(frozen=True)
@@ -82,26 +67,47 @@ class RuleCase:
     Args:
         name: shown in test names.
         make: the rule, in a setting where its parts all matter.
-        evaluations: gradient evaluations of one step.
+        evaluations: gradient evaluations of one step; several numbers: of the steps of a cycle.
         reference: one step of SGD from the equations, in plain torch (`references.py`).
         limit: what the rule is at radius 0.
         stateful: the rule remembers something between steps.
         names: the rule tells parameters apart by their names.
         scale_invariant: multiplying the loss does not change eps.
+        base: the base optimizer that the equations are written with.
+        refused: what an inner loop of several steps says when it cannot take the rule; empty: it takes it.
     """
 
     name: str
     make: Callable[[], Rule]
-    evaluations: int
+    evaluations: int | tuple[int, ...]
     reference: references.Step
     limit: Rule = field(default_factory=Plain)
     stateful: bool = False
     names: bool = False
     scale_invariant: bool = True
+    base: Callable[..., torch.optim.Optimizer] = SGD
+    refused: str = ""
 
     @property
     def rule(self) -> Rule:
         return self.make()
+
+    @property
+    def cycle(self) -> tuple[int, ...]:
+        """Gradient evaluations of successive steps, over and over."""
+        return self.evaluations if isinstance(self.evaluations, tuple) else (self.evaluations,)
+
+    @property
+    def passes(self) -> list[tuple[int, int]]:
+        """Every pass in which something may go wrong: how many steps came before, and the number of the pass."""
+        return [
+            (before, i) for before in range(1, len(self.cycle) + 1) for i in range(self.cycle[before % len(self.cycle)])
+        ]
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The inner engines that take it."""
+        return () if self.refused else ENGINES
 
     def at_radius(self, rho: Any) -> Rule:
         return dataclasses.replace(self.rule, **dict.fromkeys(self.rule.hyper, rho))
@@ -130,9 +136,75 @@ RULES = [
         partial(references.multistep_asam, rho=0.3, steps=2, step_size=0.8, eta=0.02),
         names=True,
     ),
-    RuleCase("averaged", Averaged, 2, partial(references.averaged, rho=0.1, keep=0.6), stateful=True),
     RuleCase(
-        "lookbehind", Lookbehind, 3, partial(references.lookbehind, rho=0.1, steps=2, alpha=0.5), limit=Lookahead()
+        "fisher",
+        partial(Sharp, 0.1, Fisher(20.0)),
+        2,
+        partial(references.fisher, rho=0.1, eta=20.0),
+        scale_invariant=False,
+    ),
+    RuleCase(
+        "lookbehind",
+        partial(Lookbehind, 0.1),
+        3,
+        partial(references.lookbehind, rho=0.1, steps=2, alpha=0.5),
+        limit=Lookahead(),
+    ),
+    RuleCase(
+        "lookbehind-adaptive",
+        partial(Lookbehind, 0.3, steps=2, keep=None),
+        3,
+        partial(references.lookbehind, rho=0.3, steps=2),
+        limit=Lookahead(keep=None),
+    ),
+    RuleCase("gsam", partial(GSAM, 0.1, 0.6), 2, partial(references.gsam, rho=0.1, alpha=0.6)),
+    # three steps of a test meet the SAM step, the step that reuses, and the return
+    RuleCase(
+        "looksam",
+        partial(LookSAM, 0.3, 2, 0.7),
+        (2, 1),
+        partial(references.looksam, rho=0.3, k=2, alpha=0.7),
+        stateful=True,
+    ),
+    RuleCase(
+        "friendly",
+        partial(FriendlySAM, 0.1, 0.7, 0.6),
+        2,
+        partial(references.friendly, rho=0.1, sigma=0.7, lam=0.6),
+        stateful=True,
+    ),
+    RuleCase("vasso", partial(VaSSO, 0.1, 0.4), 2, partial(references.vasso, rho=0.1, theta=0.4), stateful=True),
+    RuleCase("wsam", partial(WSAM, 0.1, 0.8), 2, partial(references.wsam, rho=0.1, gamma=0.8, decouple=True)),
+    RuleCase(
+        "wsam-coupled",
+        partial(WSAM, 0.1, 0.8, decouple=False),
+        2,
+        partial(references.wsam, rho=0.1, gamma=0.8, decouple=False),
+    ),
+    # SGD of an inner loop keeps no momentum: the first step is a plain one, the second refuses
+    RuleCase(
+        "momentum",
+        partial(MomentumSAM, 0.3),
+        1,
+        partial(references.momentum_sam, rho=0.3),
+        stateful=True,
+        base=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        refused="base optimizer with momentum",
+    ),
+    RuleCase(
+        "agnostic",
+        partial(Agnostic, 0.2, 0.1),
+        4,
+        partial(references.agnostic, rho_1=0.2, rho_2=0.1),
+        refused="on='val'",
+    ),
+    RuleCase(
+        "agnostic-printed-momentum",
+        partial(Agnostic, 0.2, 0.1, lookahead=False, val_momentum=0.6),
+        3,
+        partial(references.agnostic, rho_1=0.2, rho_2=0.1, lookahead=False, beta=0.6),
+        stateful=True,
+        refused="on='val'",
     ),
 ]
 
@@ -237,9 +309,10 @@ PROBLEMS = [
 ]
 MLP, CONV = PROBLEMS[:2]
 
-ENGINES = tuple(inner.ENGINES)
+INNER = [c for c in RULES if not c.refused]
 
 each_rule = pytest.mark.parametrize("case", RULES, ids=lambda c: c.name)
+each_inner_rule = pytest.mark.parametrize("case", INNER, ids=lambda c: c.name)
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 
@@ -306,8 +379,6 @@ def slope(function: Callable[[], Tensor], model: nn.Module, seed: int = 3) -> tu
 
 # running
 
-SGD = partial(torch.optim.SGD, lr=0.1)
-
 
 def closure_of(problem: Problem, model: nn.Module, batch: tuple[Tensor, Tensor], change: Any = None) -> Callable:
     """A closure of the usual form; ``change(n, loss) -> loss`` may spoil its n-th call (from 0)."""
@@ -325,11 +396,26 @@ def closure_of(problem: Problem, model: nn.Module, batch: tuple[Tensor, Tensor],
     return closure
 
 
+def closures_of(
+    problem: Problem, model: nn.Module, batch: tuple[Tensor, Tensor] | None = None, change: Any = None, val: Any = None
+) -> dict[str, Callable]:
+    """Arguments of ``step``, for rules that want a validation batch as well; ``change`` counts all calls."""
+    dtype = next(model.parameters()).dtype
+    batches = {"closure": batch or problem.batch(dtype), "val": val or problem.batch(dtype, seed=7)}
+    calls = itertools.count()
+
+    def counted(_: int, loss: Tensor) -> Tensor:
+        return change(next(calls), loss)
+
+    return {k: closure_of(problem, model, b, None if change is None else counted) for k, b in batches.items()}
+
+
 def live(
     problem: Problem,
     rule: Rule,
     batch: tuple[Tensor, Tensor] | None = None,
     *,
+    val: tuple[Tensor, Tensor] | None = None,
     steps: int = 3,
     base: Any = SGD,
     dtype: torch.dtype = torch.float64,
@@ -337,9 +423,9 @@ def live(
     """The model after some steps of the live optimizer on one batch."""
     model = problem.model(dtype)
     optimizer = SharpnessAware(base(model.parameters()), rule, model=model)
-    closure = closure_of(problem, model, problem.batch(dtype) if batch is None else batch)
+    closures = closures_of(problem, model, batch, val=val)
     for _ in range(steps):
-        optimizer.step(closure)
+        optimizer.step(**closures)
     return model
 
 

@@ -1,7 +1,8 @@
 """Independent oracles: the equations as plain loops. Nothing here uses metasam.
 
 A step is ``step(grad, w, lr, memory) -> w``, one update of SGD: ``grad(point)`` is the gradient at an absolute point,
-by name, a constant where there is no graph; ``memory`` is a dict in which a method may keep things between steps.
+by name, a constant where there is no graph, ``grad(point, "val")`` that of the validation batch; ``memory`` is a dict
+in which a method may keep things between steps, and where another base optimizer than SGD can be put, see `update`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 Tree = dict[str, Tensor]
-Grad = Callable[[Tree], Tree]
+Grad = Callable[..., Tree]
 Step = Callable[[Grad, Tree, float, dict[str, Any]], Tree]
 
 
 def norm(tree: Tree) -> Tensor:
     return torch.cat([v.flatten() for v in tree.values()]).norm()
+
+
+def dot(a: Tree, b: Tree) -> Tensor:
+    return torch.stack([(a[k] * b[k]).sum() for k in a]).sum()
 
 
 def plus(w: Tree, d: Tree, factor: Any = 1.0) -> Tree:
@@ -35,14 +40,14 @@ def unit(g: Tree) -> Tree:
 
 
 def plain(grad: Grad, w: Tree, lr: float, memory: dict) -> Tree:
-    return plus(w, grad(w), -lr)
+    return update(w, grad(w), lr, memory)
 
 
 def sam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, through: bool = True) -> Tree:
     eps = unit(grad(w))
     if not through:
         eps = {k: v.detach() for k, v in eps.items()}
-    return plus(w, grad(plus(w, eps, rho)), -lr)
+    return update(w, grad(plus(w, eps, rho)), lr, memory)
 
 
 def usam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float) -> Tree:
@@ -71,7 +76,7 @@ def multistep(
         eps = plus(eps, unit(grad(plus(w, eps))), rho * (step_size or 1 / steps))
         if norm(eps) > rho:
             eps = {k: rho * v for k, v in unit(eps).items()}
-    return plus(w, grad(plus(w, eps)), -lr)
+    return update(w, grad(plus(w, eps)), lr, memory)
 
 
 def multistep_asam(
@@ -87,31 +92,143 @@ def multistep_asam(
     return plus(w, grad(plus(w, eps)), -lr)
 
 
-def averaged(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, keep: float) -> Tree:
+def fisher(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, eta: float) -> Tree:
     g = grad(w)
-    last = memory.get("average", {})
-    memory["average"] = {k: keep * last.get(k, 0) + (1 - keep) * g[k] for k in g}
-    return plus(w, grad(plus(w, unit(memory["average"]), rho)), -lr)
+    dg = {k: v / (1 + eta * v**2) for k, v in g.items()}
+    return update(w, grad(plus(w, dg, rho / dot(g, dg).sqrt())), lr, memory)
 
 
-def lookbehind(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, steps: int, alpha: float) -> Tree:
-    g, eps, phi = grad(w), {k: torch.zeros_like(v) for k, v in w.items()}, w
+def lookbehind(
+    grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, steps: int, alpha: float | None = None
+) -> Tree:
+    g, eps, phi, ways = grad(w), {k: torch.zeros_like(v) for k, v in w.items()}, w, []
     for _ in range(steps):
         eps = plus(eps, unit(g), rho)
         g = grad(plus(w, eps))
-        phi = plus(phi, g, -lr)
-    return {k: (1 - alpha) * w[k] + alpha * phi[k] for k in w}
+        phi = update(phi, g, lr, memory)
+        ways.append(plus(phi, w, -1))
+    if alpha is not None:
+        return plus(w, ways[-1], alpha)
+    kept = {}
+    for k, way in ways[-1].items():
+        lengths = ways[0][k].norm() * way.norm()
+        cosine = (ways[0][k] * way).sum() / lengths if lengths > 0 else torch.zeros(())
+        kept[k] = w[k] + (cosine + 1) / 2 * way
+    return kept
+
+
+def gsam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, alpha: float) -> Tree:
+    g = grad(w)
+    g_p = grad(plus(w, unit(g), rho))
+    g_perp = plus(g, g_p, -dot(g, g_p) / dot(g_p, g_p))
+    return update(w, plus(g_p, g_perp, -alpha), lr, memory)
+
+
+def looksam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, k: int, alpha: float) -> Tree:
+    t, g = memory.get("step", 0), grad(w)
+    memory["step"] = t + 1
+    if t % k == 0:
+        g_s = grad(plus(w, unit(g), rho))
+        memory["g_v"] = plus(g_s, g, -dot(g, g_s) / dot(g, g))
+        return update(w, g_s, lr, memory)
+    return update(w, plus(g, unit(memory["g_v"]), alpha * norm(g)), lr, memory)
+
+
+def friendly(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, sigma: float, lam: float) -> Tree:
+    g = grad(w)
+    m = memory.get("m")
+    d = g if m is None else plus(g, m, -sigma)
+    memory["m"] = g if m is None else {k: lam * m[k] + (1 - lam) * g[k] for k in g}
+    return update(w, grad(plus(w, unit(d), rho)), lr, memory)
+
+
+def vasso(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, theta: float) -> Tree:
+    g = grad(w)
+    d = memory.get("d")
+    memory["d"] = g if d is None else {k: (1 - theta) * d[k] + theta * g[k] for k in g}
+    return update(w, grad(plus(w, unit(memory["d"]), rho)), lr, memory)
+
+
+def wsam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, gamma: float, decouple: bool) -> Tree:
+    a, g = gamma / (1 - gamma), grad(w)
+    g_p = grad(plus(w, unit(g), rho))
+    if not decouple:
+        return update(w, {k: a * g_p[k] + (1 - a) * g[k] for k in g}, lr, memory)
+    return plus(update(w, g, lr, memory), {k: g_p[k] - g[k] for k in g}, -lr * a)
+
+
+def momentum_sam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float) -> Tree:
+    memory.setdefault("u", heavy_ball(0.9))
+    at = plus(w, unit(memory["v"]), -rho) if "v" in memory else w
+    return update(w, grad(at), lr, memory)
+
+
+def agnostic(
+    grad: Grad,
+    w: Tree,
+    lr: float,
+    memory: dict,
+    *,
+    rho_1: float,
+    rho_2: float,
+    lookahead: bool = True,
+    beta: float = 0.0,
+) -> Tree:
+    h_v = grad(w, "val")
+    if lookahead:
+        h_v = grad(plus(w, unit(h_v), rho_2), "val")
+    if beta:
+        last = memory.get("h_v", h_v)
+        h_v = memory["h_v"] = {k: beta * last[k] + (1 - beta) * h_v[k] for k in h_v}
+    w_t = plus(plus(w, unit(grad(w)), rho_1), unit(h_v), -rho_2)
+    return update(w, grad(w_t), lr, memory)
+
+
+# updates of base optimizers: SGD, unless the memory holds another as "u"
+
+
+def update(w: Tree, g: Tree, lr: float, memory: dict) -> Tree:
+    return memory["u"](w, g, lr, memory) if "u" in memory else plus(w, g, -lr)
+
+
+def heavy_ball(mu: float) -> Callable:
+    def u(w: Tree, g: Tree, lr: float, memory: dict) -> Tree:
+        last = memory.get("v")
+        memory["v"] = g if last is None else {k: mu * last[k] + g[k] for k in g}
+        return plus(w, memory["v"], -lr)
+
+    return u
+
+
+def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Callable:
+    def u(w: Tree, g: Tree, lr: float, memory: dict) -> Tree:
+        t = memory["t"] = memory.get("t", 0) + 1
+        zero = {k: torch.zeros_like(x) for k, x in g.items()}
+        v, s = memory.get("v", zero), memory.get("s", zero)
+        v = memory["v"] = {k: b1 * v[k] + (1 - b1) * g[k] for k in g}
+        s = memory["s"] = {k: b2 * s[k] + (1 - b2) * g[k] ** 2 for k in g}
+        return plus(w, {k: v[k] / (1 - b1**t) / ((s[k] / (1 - b2**t)).sqrt() + eps) for k in g}, -lr)
+
+    return u
 
 
 # gradients of a module
 
 
 def gradient_of(
-    model: nn.Module, loss_fn: Callable, x: Tensor, y: Tensor, fixed: Tree | None = None, graph: bool = False
+    model: nn.Module,
+    loss_fn: Callable,
+    x: Tensor,
+    y: Tensor,
+    fixed: Tree | None = None,
+    graph: bool = False,
+    val: tuple[Tensor, Tensor] | None = None,
 ) -> Grad:
     """``grad(point)`` of a supervised loss; parameters that the loss does not touch have no key."""
+    batches = {"train": (x, y), "val": val}
 
-    def grad(point: Tree) -> Tree:
+    def grad(point: Tree, on: str = "train") -> Tree:
+        x, y = batches[on]
         with torch.enable_grad():
             leaves = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in point.items()}
             value = loss_fn(call(model, {**(fixed or {}), **leaves}, x), y)

@@ -17,7 +17,7 @@ from torch import nn
 
 from metasam import SAM, SharpMAML, Task
 from metasam.meta import VARIANTS
-from metasam.rules import Plain, Sharp
+from metasam.rules import LookSAM, Plain, Sharp
 
 from . import references
 from .cases import (
@@ -25,7 +25,6 @@ from .cases import (
     ENGINES,
     MLP,
     RULES,
-    Averaged,
     assert_same,
     distance,
     each_engine,
@@ -139,13 +138,14 @@ def test_meta_loss_is_the_plain_one_and_its_gradient_its_slope(variant):
 @pytest.mark.parametrize("case", RULES, ids=lambda c: c.name)
 def test_every_rule_works_in_both_slots(case):
     tasks = MLP.tasks()
-    inner = {} if case.rule == Plain() else {"inner_rule": case.rule}
+    inner = {} if case.rule == Plain() or case.refused else {"inner_rule": case.rule}
     learner = maml(variant=None, **inner, outer_rule=case.rule)
-    home = params_of(learner.model)
-    learner.step(tasks, SGD(learner.model.parameters(), lr=0.1))
+    home, batches = params_of(learner.model), {"train": tasks, "val": MLP.tasks(seed=9)}
+    learner.step(tasks, SGD(learner.model.parameters(), lr=0.1), val_tasks=batches["val"])
 
-    def grad(w):
-        return references.meta_gradient(MLP.model(), MLP.loss_fn, tasks, case.reference, 0.1, 2, at=w)[1]
+    def grad(w, on="train"):
+        step = references.plain if case.refused else case.reference
+        return references.meta_gradient(MLP.model(), MLP.loss_fn, batches[on], step, 0.1, 2, at=w)[1]
 
     assert distance(params_of(learner.model), case.reference(grad, home, 0.1, {})) < 1e-12
 
@@ -475,7 +475,7 @@ def outer_state(learner):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"batchnorm": "per_step"}, {"rho_up": None, "outer_rule": Averaged()}], ids=str
+    "settings", [{}, {"batchnorm": "per_step"}, {"rho_up": None, "outer_rule": LookSAM(0.1, 2)}], ids=str
 )
 def test_a_resumed_run_continues_bit_for_bit(settings):
     def build(seed):
@@ -506,7 +506,7 @@ def test_a_resumed_run_continues_bit_for_bit(settings):
 
 
 def test_loading_copies():
-    learner, other = maml(outer_rule=Averaged(), rho_up=None), maml(outer_rule=Averaged(), rho_up=None)
+    learner, other = maml(outer_rule=LookSAM(0.1, 2), rho_up=None), maml(outer_rule=LookSAM(0.1, 2), rho_up=None)
     learner.step(MLP.tasks(), SGD(learner.model.parameters(), 0.1))
     other.load_state_dict(learner.state_dict())
     known = {k: v.clone() for k, v in outer_state(other).items()}
@@ -515,7 +515,7 @@ def test_loading_copies():
 
 
 def test_loading_into_a_running_learner():
-    learner = maml(outer_rule=Averaged(), rho_up=None)
+    learner = maml(outer_rule=LookSAM(0.1, 2), rho_up=None)
     optimizer = SGD(learner.model.parameters(), 0.1)
     learner.step(MLP.tasks(), optimizer)
     saved = copy.deepcopy(learner.state_dict())
@@ -527,14 +527,14 @@ def test_loading_into_a_running_learner():
 
 
 def test_a_second_optimizer_keeps_the_rules_state():
-    tasks, wanted = MLP.tasks(), maml(outer_rule=Averaged(), rho_up=None)
+    tasks, wanted = MLP.tasks(), maml(outer_rule=LookSAM(0.1, 2), rho_up=None)
     one = SGD(wanted.model.parameters(), 0.1)
-    learner = maml(outer_rule=Averaged(), rho_up=None)
+    learner = maml(outer_rule=LookSAM(0.1, 2), rho_up=None)
     for _ in range(3):
         wanted.step(tasks, one)
         learner.step(tasks, SGD(learner.model.parameters(), 0.1))
     assert_same(params_of(learner.model), params_of(wanted.model))
-    assert learner._outer_now[0]["steps"] == 3
+    assert learner._outer_now[0]["step"] == 3
 
 
 def test_the_optimizer_holds_its_radius_and_may_schedule_it():

@@ -13,7 +13,7 @@ from torch import nn
 
 from metasam import ASAM, SAM, SharpnessAware, tree
 from metasam.perturb import Adaptive
-from metasam.rules import DirectionRule, Plain, Sharp
+from metasam.rules import DirectionRule, Plain, Sharp, VaSSO
 
 from . import references
 from .cases import CONV, MLP, PROBLEMS, assert_same, closure_of, distance, live, params_of
@@ -484,14 +484,12 @@ def test_radii_are_saved_and_loaded():
 
 
 def test_state_dict_holds_no_reference_into_the_optimizer_and_stays_as_it_was():
-    from .cases import Averaged
-
     model = MLP.model()
-    optimizer = SharpnessAware(SGD(model.parameters(), 0.1), Averaged(), model=model)
+    optimizer = SharpnessAware(SGD(model.parameters(), 0.1), VaSSO(), model=model)
     stepped(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     given = optimizer.state_dict()
-    other = SharpnessAware(SGD(MLP.model().parameters(), 0.1), Averaged(), model=None)
+    other = SharpnessAware(SGD(MLP.model().parameters(), 0.1), VaSSO(), model=None)
     other.load_state_dict(given)
     stepped(model, optimizer)
     for i, state in saved["state"].items():
@@ -500,14 +498,12 @@ def test_state_dict_holds_no_reference_into_the_optimizer_and_stays_as_it_was():
 
 
 def test_state_of_a_rule_is_not_cast_to_the_parameters_dtype():
-    from .cases import Averaged
-
     model = MLP.model(torch.bfloat16)
-    optimizer = SharpnessAware(SGD(model.parameters(), 0.1), Averaged(), model=model)
-    optimizer.rule_state = {"average": {k: torch.ones(3, dtype=torch.bool) for k in params_of(model)}, "steps": 2}
-    other = SharpnessAware(SGD(model.parameters(), 0.1), Averaged(), model=model)
+    optimizer = SharpnessAware(SGD(model.parameters(), 0.1), VaSSO(), model=model)
+    optimizer.rule_state = {"d": {k: torch.ones(3, dtype=torch.bool) for k in params_of(model)}, "steps": 2}
+    other = SharpnessAware(SGD(model.parameters(), 0.1), VaSSO(), model=model)
     other.load_state_dict(optimizer.state_dict())
-    assert_same(other.rule_state["average"], optimizer.rule_state["average"])
+    assert_same(other.rule_state["d"], optimizer.rule_state["d"])
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from metasam import SharpnessAware, inner, tree
+from metasam import SharpnessAware, inner, noise, tree
 from metasam.perturb import Adaptive, Unnormalised
 from metasam.rules import NAMED, DirectionRule, Plain, Rule, Sharp, make
 from metasam.types import Eval
@@ -21,13 +21,15 @@ from . import references
 from .cases import (
     CONV,
     ENGINES,
+    INNER,
     MLP,
     PROBLEMS,
     RULES,
     assert_same,
-    closure_of,
+    closures_of,
     distance,
     each_engine,
+    each_inner_rule,
     each_problem,
     each_rule,
     gradients,
@@ -43,33 +45,55 @@ ADAMW = partial(torch.optim.AdamW, lr=0.05)
 
 
 class Quadratic:
-    """An oracle of ``scale * 1/2 w'Aw`` and a descent, outside every runtime; remembers what it handed out."""
+    """An oracle of ``scale * 1/2 w'Aw`` and a descent, outside every runtime; remembers what it handed out.
+
+    The validation loss is another quadratic, around another minimum.
+    """
 
     def __init__(self, scale: float = 1.0):
         generator = torch.Generator().manual_seed(5)
         root = torch.randn(6, 6, generator=generator, dtype=torch.float64)
         self.matrix = scale * (root @ root.T / 6 + torch.eye(6, dtype=torch.float64))
         start = torch.randn(6, generator=generator, dtype=torch.float64)
+        self.val_matrix = scale * torch.diag(torch.arange(1.0, 7.0, dtype=torch.float64))
         self.params = {"weight": start[:4].clone(), "bias": start[4:].clone()}
         self.handed = [self.params]
         self.calls = 0
+        self.descend = Descend(self.handed)
 
     def __call__(self, eps=None, on="train", *, part=None, local=False, grad=True, graph=True):
         self.calls += 1
         point = tree.add(self.params, eps or {})
         w = torch.cat([point["weight"], point["bias"]])
-        g = self.matrix @ w
+        g = self.matrix @ w if on == "train" else self.val_matrix @ (w - 0.3)
         grads = {"weight": g[:4].clone(), "bias": g[4:].clone()}
         self.handed.append(grads)
         return Eval(0.5 * w @ g, grads)
 
-    def descend(self, params, grads):
-        moved = tree.add(params, tree.scale(grads, -0.1))
-        self.handed += [params, grads, moved]
-        return moved
+    def noise(self, like, *key):
+        return noise.normal(like, *key)
 
     def versions(self):
         return [t._version for given in self.handed for t in given.values()]
+
+
+class Descend:
+    """SGD that shows its last gradients as its momentum."""
+
+    def __init__(self, handed):
+        self.handed, self.last = handed, None
+
+    def __call__(self, params, grads):
+        moved = tree.add(params, tree.scale(grads, -0.1))
+        self.handed += [params, grads, moved]
+        self.last = tree.scale(grads, 1.0)
+        return moved
+
+    def lr(self, key):
+        return 0.1
+
+    def momentum(self, params):
+        return self.last
 
 
 # what one step is
@@ -80,23 +104,25 @@ class Quadratic:
 def test_three_runtimes_take_the_steps_of_the_equations(case, problem):
     tasks = problem.tasks()
     adapted = {
-        e: run_engine(e, inner_loop(problem.model(), problem, case.rule, training=False), tasks).params for e in ENGINES
+        e: run_engine(e, inner_loop(problem.model(), problem, case.rule, training=False), tasks).params
+        for e in case.engines
     }
     for i, task in enumerate(tasks.unbind()):
         model = problem.model()
         w = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
-        grad, memory = references.gradient_of(model, problem.loss_fn, *task.support), {}
+        grad, memory = references.gradient_of(model, problem.loss_fn, *task.support, val=task.query), {}
         for _ in range(3):
             w = case.reference(grad, w, 0.1, memory)
-        moved = {k: p for k, p in params_of(live(problem, case.rule, task.support)).items() if k in w}
+        found = live(problem, case.rule, task.support, val=task.query, base=case.base)
+        moved = {k: p for k, p in params_of(found).items() if k in w}
         assert distance(moved, w) < 1e-12
-        for engine in ENGINES:
+        for engine in case.engines:
             assert distance({k: v[i] for k, v in adapted[engine].items()}, w) < 1e-12, engine
 
 
 @pytest.mark.parametrize("first_order", [False, True], ids=["second", "first"])
 @each_problem
-@each_rule
+@each_inner_rule
 def test_meta_gradient_equals_plain_autograd(case, problem, first_order):
     model, tasks = problem.model(), problem.tasks(2)
     _, wanted = references.meta_gradient(model, problem.loss_fn, tasks, case.reference, 0.1, 2, first_order=first_order)
@@ -107,7 +133,7 @@ def test_meta_gradient_equals_plain_autograd(case, problem, first_order):
 
 
 @each_problem
-@pytest.mark.parametrize("case", [c for c in RULES if getattr(c.rule, "through", True)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in INNER if getattr(c.rule, "through", True)], ids=lambda c: c.name)
 def test_meta_gradient_is_the_slope_of_the_meta_loss(case, problem):
     model, tasks = problem.model(), problem.tasks(2)
     loop = inner_loop(model, problem, case.rule, steps=2)
@@ -135,7 +161,7 @@ def test_radius_zero_is_the_declared_limit(case, problem):
     for base in (MOMENTUM, ADAMW):
         assert_same(params_of(live(problem, rule, base=base)), params_of(live(problem, case.limit, base=base)))
     model, tasks = problem.model(), problem.tasks(2)
-    for engine in ENGINES:
+    for engine in case.engines:
         meta = [
             gradients(run_engine(engine, inner_loop(model, problem, r, steps=2), tasks).loss.mean(), model)
             for r in (rule, case.limit)
@@ -148,18 +174,26 @@ def test_gradient_evaluations_are_as_declared_whatever_the_gradients_are(case):
     for factor in (1.0, 0.0, float("nan")):
         at = Quadratic(factor)
         case.rule(at, at.descend, at.params, case.rule.init(at.params))
-        assert at.calls == case.evaluations
-    for engine in ENGINES:
-        loop = inner_loop(MLP.model(), MLP, case.rule)
+        assert at.calls == case.cycle[0]
+    steps = 2 * len(case.cycle)
+    for engine in case.engines:
+        loop = inner_loop(MLP.model(), MLP, case.rule, steps=steps)
         run_engine(engine, loop, MLP.tasks(4))
-        assert loop.counts == {"support": 4 * 3 * case.evaluations, "query": 4}
+        assert loop.counts == {"support": 4 * 2 * sum(case.cycle), "query": 4}
+
+
+@pytest.mark.parametrize("case", [c for c in RULES if c.refused], ids=lambda c: c.name)
+def test_an_inner_loop_says_why_it_refuses(case):
+    for engine in ENGINES:
+        with pytest.raises(ValueError, match=case.refused):
+            run_engine(engine, inner_loop(MLP.model(), MLP, case.rule), MLP.tasks(2))
 
 
 @pytest.mark.parametrize("case", [c for c in RULES if c.rule.hyper], ids=lambda c: c.name)
 def test_radius_may_be_a_tensor_or_given_by_key(case):
-    wanted = live(MLP, case.at_radius(0.2))
+    wanted = live(MLP, case.at_radius(0.2), base=case.base)
     for rho in (torch.tensor(0.2, dtype=torch.float64), dict.fromkeys(params_of(wanted), 0.2)):
-        assert distance(params_of(live(MLP, case.at_radius(rho))), params_of(wanted)) < 1e-14
+        assert distance(params_of(live(MLP, case.at_radius(rho), base=case.base)), params_of(wanted)) < 1e-14
         at = [Quadratic(), Quadratic()]
         each = dict.fromkeys(at[0].params, 0.2) if isinstance(rho, dict) else rho
         one, two = (
@@ -244,6 +278,10 @@ def _tensors(state):
     return [(f"{slot}.{k}", t) for slot, value in state.items() if isinstance(value, dict) for k, t in value.items()]
 
 
+def _numbers(state):
+    return {k: v for k, v in state.items() if not isinstance(v, dict)}
+
+
 @each_rule
 def test_rules_are_frozen_values(case):
     rule = case.rule
@@ -270,11 +308,12 @@ def test_a_rule_that_needs_names_says_so(case):
 @each_problem
 @each_rule
 def test_an_exception_in_any_pass_restores_everything(case, problem):
-    for bad in range(case.evaluations):
+    for before, bad in case.passes:
         model = problem.model()
         optimizer = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
-        closure = closure_of(problem, model, problem.batch())
-        optimizer.step(closure)
+        closures = closures_of(problem, model)
+        for _ in range(before):
+            optimizer.step(**closures)
         home, memory = params_of(model), copy.deepcopy(optimizer.rule_state)
 
         def change(n, loss, bad=bad):
@@ -283,28 +322,30 @@ def test_an_exception_in_any_pass_restores_everything(case, problem):
             return loss
 
         with pytest.raises(KeyboardInterrupt):
-            optimizer.step(closure_of(problem, model, problem.batch(), change))
+            optimizer.step(**closures_of(problem, model, change=change))
         assert_same(params_of(model), home)
         assert_same(dict(_tensors(optimizer.rule_state)), dict(_tensors(memory)))
         assert all(m.track_running_stats for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d))
-        optimizer.step(closure)
+        optimizer.step(**closures)
         assert tree.is_finite(params_of(model))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @each_rule
 def test_a_non_finite_gradient_in_any_pass_skips_the_step(case, value):
-    for bad in range(case.evaluations):
+    for before, bad in case.passes:
         model = MLP.model()
         optimizer = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
-        closure = closure_of(MLP, model, MLP.batch())
-        optimizer.step(closure)
+        closures = closures_of(MLP, model)
+        for _ in range(before):
+            optimizer.step(**closures)
         home, memory = params_of(model), copy.deepcopy(optimizer.rule_state)
-        optimizer.step(closure_of(MLP, model, MLP.batch(), lambda n, loss, bad=bad: loss * value if n == bad else loss))
+        optimizer.step(**closures_of(MLP, model, change=lambda n, loss, bad=bad: loss * value if n == bad else loss))
         assert optimizer.skipped == 1
         assert_same(params_of(model), home)
         assert_same(dict(_tensors(optimizer.rule_state)), dict(_tensors(memory)))
-        optimizer.step(closure)
+        assert _numbers(optimizer.rule_state) == _numbers(memory)
+        optimizer.step(**closures)
         assert optimizer.skipped == 1
         assert tree.is_finite(params_of(model))
 
@@ -313,15 +354,15 @@ def test_a_non_finite_gradient_in_any_pass_skips_the_step(case, value):
 @each_rule
 def test_zero_gradients_move_nothing(case, dtype):
     model = MLP.model(dtype)
-    optimizer = SharpnessAware(torch.optim.SGD(model.parameters(), 0.1), case.rule, model=model)
+    optimizer = SharpnessAware(case.base(model.parameters()), case.rule, model=model)
     home = params_of(model)
     for _ in range(2):
-        optimizer.step(closure_of(MLP, model, MLP.batch(dtype), lambda n, loss: loss * 0.0))
+        optimizer.step(**closures_of(MLP, model, change=lambda n, loss: loss * 0.0))
     assert_same(params_of(model), home)
 
 
 @each_engine
-@each_rule
+@each_inner_rule
 def test_zero_gradients_give_moderate_meta_gradients(case, engine):
     model, tasks = MLP.model(), MLP.tasks(2)
     x = tasks.support[0]
@@ -335,7 +376,7 @@ def test_zero_gradients_give_moderate_meta_gradients(case, engine):
 
 @each_rule
 def test_a_gradient_may_be_missing_in_one_pass(case):
-    for bad in range(case.evaluations):
+    for bad in range(sum(case.cycle)):
         model = MLP.model()
         optimizer = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
         calls = iter(range(100))
@@ -349,8 +390,46 @@ def test_a_gradient_may_be_missing_in_one_pass(case):
             return loss
 
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure, val=closure)
         assert tree.is_finite(params_of(model))
+
+
+@each_rule
+def test_steps_without_any_gradient_move_nothing(case):
+    model = MLP.model()
+    optimizer = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
+    for _ in range(3):
+        assert optimizer.step(lambda: 1.5, val=lambda: 2.5) == 1.5
+    assert_same(params_of(model), params_of(MLP.model()))
+    optimizer.step(**closures_of(MLP, model))
+    assert tree.is_finite(params_of(model))
+    assert optimizer.skipped == 0
+
+
+@each_rule
+def test_parameters_may_be_frozen_and_freed_between_steps(case):
+    model = MLP.model()
+    optimizer = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
+    x, y = MLP.batch()
+
+    def closure():
+        loss = MLP.loss_fn(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure, val=closure)
+    model[0].requires_grad_(False)
+    home = params_of(model[0])
+    loaded = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
+    loaded.load_state_dict(optimizer.state_dict())
+    for _ in range(2):
+        optimizer.step(closure, val=closure)
+    assert_same(params_of(model[0]), home)
+    model[0].requires_grad_(True)
+    for _ in range(2):
+        optimizer.step(closure, val=closure)
+    assert not torch.equal(model[0].weight, home["weight"])
+    assert tree.is_finite(params_of(model))
 
 
 # dtypes
@@ -363,12 +442,12 @@ def test_dtype_is_kept(case, problem, dtype):
     model = problem.model(dtype)
     optimizer = SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model)
     for _ in range(2):
-        optimizer.step(closure_of(problem, model, problem.batch(dtype)))
+        optimizer.step(**closures_of(problem, model))
     home = params_of(problem.model(dtype))
     assert all(p.dtype == dtype and p.isfinite().all() for p in model.parameters())
     assert all(t.dtype == dtype for _, t in _tensors(optimizer.rule_state))
     assert any(not torch.equal(p, home[k]) for k, p in params_of(model).items())
-    for engine in ENGINES:
+    for engine in case.engines:
         adapted = run_engine(
             engine, inner_loop(problem.model(dtype), problem, case.rule), problem.tasks(2, dtype)
         ).params
@@ -387,7 +466,7 @@ def test_a_resumed_run_continues_bit_for_bit(case, way, base):
 
     def go(model, optimizer):
         for seed in range(3):
-            optimizer.step(closure_of(CONV, model, CONV.batch(torch.float32, seed)))
+            optimizer.step(**closures_of(CONV, model, CONV.batch(torch.float32, seed)))
 
     go(model, optimizer)
     if way == "deepcopy":
@@ -408,19 +487,18 @@ def test_a_resumed_run_continues_bit_for_bit(case, way, base):
     go(twin, other)
     assert_same(dict(twin.state_dict()), dict(model.state_dict()))
     assert_same(dict(_tensors(other.rule_state)), dict(_tensors(optimizer.rule_state)))
-    assert {k: v for k, v in other.rule_state.items() if not isinstance(v, dict)} == {
-        k: v for k, v in optimizer.rule_state.items() if not isinstance(v, dict)
-    }
+    assert _numbers(other.rule_state) == _numbers(optimizer.rule_state)
+    assert bool(optimizer.rule_state) == case.stateful
 
 
 @each_rule
 def test_a_fresh_optimizer_loads_a_state_without_steps(case):
     model = MLP.model()
     first, second = (SharpnessAware(MOMENTUM(model.parameters()), case.rule, model=model) for _ in range(2))
-    second.step(closure_of(MLP, model, MLP.batch()))
+    second.step(**closures_of(MLP, model))
     second.load_state_dict(first.state_dict())
     assert second.rule_state is None
-    second.step(closure_of(MLP, model, MLP.batch()))
+    second.step(**closures_of(MLP, model))
 
 
 # making one

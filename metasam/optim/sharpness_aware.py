@@ -158,7 +158,7 @@ class SharpnessAware(Optimizer):
         live = self._live()
         at = LiveOracle(self, live, {"train": closure, **others})
         rule, params = self._current_rule(), tree.detach(live)
-        state = self.rule_state if self.rule_state is not None else rule.init(params)
+        state = rule.init(params) if self.rule_state is None else _within(self.rule_state, live)
         with tree.fused():
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
@@ -221,7 +221,7 @@ class SharpnessAware(Optimizer):
         for name, value in numbers.items():
             if value is None:
                 found = {keys[i]: v[name] for i, v in per_param.items() if name in v}
-                self.rule_state[name[5:]] = {k: t.clone().to(live[k].device) for k, t in found.items()}
+                self.rule_state[name[5:]] = {k: t.clone().to(live[k].device) for k, t in found.items() if k in live}
             else:
                 self.rule_state[name[5:]] = value
 
@@ -316,6 +316,11 @@ class LiveDescent:
         states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
         found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
         return found or None
+
+
+def _within(state: State, live: Params) -> State:
+    """The state without what it remembers of parameters that are frozen by now."""
+    return {n: {k: t for k, t in v.items() if k in live} if isinstance(v, dict) else v for n, v in state.items()}
 
 
 def _put(live: Params, grads: Params) -> None:

@@ -56,8 +56,7 @@ class Agnostic(DirectionRule):
             eps = self.perturb(params, h_v, self.rho_val)
             h_v = at(eps if self.through else tree.detach(eps), on="val", local=True, graph=self.through).grads
         if self.val_momentum:
-            if "h_v" in state:
-                h_v = tree.add(tree.scale(state["h_v"], self.val_momentum), h_v, 1 - self.val_momentum)
+            h_v = tree.lerp(state.get("h_v", h_v), h_v, 1 - self.val_momentum)
             state = {"h_v": h_v}
         g_t = at(local=True, graph=self.through).grads
         eps = tree.add(

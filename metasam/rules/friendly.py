@@ -47,8 +47,7 @@ class FriendlySAM(DirectionRule):
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
         """``grad L(w + eps)``."""
         g = at(local=True, graph=self.through).grads
-        d, m = g, g
-        if "m" in state:
-            d, m = tree.add(g, state["m"], -self.sigma), tree.lerp(state["m"], g, 1 - self.decay)
+        d = tree.add(g, state["m"], -self.sigma) if "m" in state else g
+        m = tree.lerp(state.get("m", g), g, 1 - self.decay)
         eps = self.perturb(params, d, self.rho)
         return at(eps if self.through else tree.detach(eps)).grads, {"m": m}

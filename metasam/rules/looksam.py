@@ -52,7 +52,9 @@ class LookSAM(DirectionRule):
         g = at().grads
         if step % self.every:
             g_v = state["g_v"]
-            length = self.reuse * tree.squared_norm(g).sqrt() * tree.normalizer(tree.squared_norm(g_v))
+            square = tree.squared_norm(g)
+            # normalizer(square) * square is ||g||, with a derivative at 0
+            length = self.reuse * tree.normalizer(square) * square * tree.normalizer(tree.squared_norm(g_v))
             return tree.add(g, g_v, length), {**state, "step": step + 1}
         eps = self.perturb(params, g, self.rho)
         g_s = at(eps if self.through else tree.detach(eps)).grads

@@ -37,7 +37,7 @@ class MomentumSAM(Rule):
         check_radius(self.rho)
 
     def init(self, params: Params) -> State:
-        """The step counter."""
+        """The counter of steps that had gradients, after which there must be a momentum."""
         self.perturb.check(params)
         return {"step": 0}
 
@@ -47,4 +47,5 @@ class MomentumSAM(Rule):
         if v is None and state["step"]:
             raise ValueError("MomentumSAM needs a base optimizer with momentum, e.g. SGD(momentum=0.9) or Adam")
         eps = None if v is None else tree.scale(self.perturb(params, v, self.rho), -1.0)
-        return descend(params, at(eps).grads), {"step": state["step"] + 1}
+        grads = at(eps).grads
+        return descend(params, grads), {"step": state["step"] + bool(grads)}

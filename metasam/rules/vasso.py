@@ -42,8 +42,7 @@ class VaSSO(DirectionRule):
 
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
         """``grad L(w + eps)``."""
-        d = at(local=True, graph=self.through).grads
-        if "d" in state:
-            d = tree.lerp(state["d"], d, self.theta)
+        g = at(local=True, graph=self.through).grads
+        d = tree.lerp(state.get("d", g), g, self.theta)
         eps = self.perturb(params, d, self.rho)
         return at(eps if self.through else tree.detach(eps)).grads, {"d": d}

@@ -49,8 +49,9 @@ class WSAM(Rule):
         eps = self.perturb(params, g, self.rho)
         g_p = at(eps if self.through else tree.detach(eps)).grads
         a = self.gamma / (1 - self.gamma)
-        if not self.decouple:
-            return descend(params, tree.add(tree.scale(g_p, a), g, 1 - a)), state
         sharpness = tree.add(g_p, g, -1)
+        if not self.decouple:
+            # a g_p + (1 - a) g, written so that it is exactly g_p at a = 1 and exactly g where g_p = g
+            return descend(params, tree.add(g_p, sharpness, a - 1)), state
         pull = {k: a * descend.lr(k) for k in sharpness}
         return tree.add(descend(params, g), tree.scale(sharpness, pull), -1), state
