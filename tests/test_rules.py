@@ -519,6 +519,7 @@ def test_rules_by_name():
         (("sma",), "did you mean 'sam'"),
         (("zzzz",), "expected a rule among plain, sam"),
         (("plain", 0.1), "no radius"),
+        (("agnostic", 0.1), "rho_train, rho_val"),
         ((Sharp(), 0.1), "instance"),
         (("sam", -1.0), "rho >= 0"),
         (("sam", float("nan")), "rho >= 0 and finite"),

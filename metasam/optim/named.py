@@ -354,7 +354,7 @@ class WSAM(SharpnessAware):
 
 
 class AgnosticSAM(SharpnessAware):
-    """Agnostic-SAM (Nguyen et al. 2024), see `metasam.rules.Agnostic`; 2 gradient evaluations, and 2 of validation data.
+    """Agnostic-SAM (Nguyen et al. 2024), see `metasam.rules.Agnostic`; 2 gradient evaluations, 2 of validation data.
 
     Args:
         params: as in `SAM`.
@@ -397,4 +397,8 @@ class AgnosticSAM(SharpnessAware):
         Raises:
             TypeError: a closure is missing.
         """
-        return super().step(closure, **({} if val_closure is None else {"val": val_closure}), **others)
+        if val_closure is not None:
+            others["val"] = val_closure
+        elif closure is not None and "val" not in others:
+            raise TypeError("expected step(closure, val_closure), got no val_closure: it evaluates a validation batch")
+        return super().step(closure, **others)

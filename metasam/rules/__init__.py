@@ -69,5 +69,7 @@ def make(rule: str | Rule, *, rho: float | None = None, through: bool | None = N
     known = {f.name for f in dataclasses.fields(made)}  # type: ignore[arg-type]
     given: dict[str, Any] = {k: v for k, v in {"rho": rho, "through": through}.items() if v is not None}
     if "rho" in given and "rho" not in known:
-        raise ValueError(f"the rule {rule!r} has no radius: leave rho out, got rho={rho}")
+        own = ", ".join(made.hyper)
+        lacks = f"names its radii {own}: set them on the rule" if own else "has no radius: leave rho out"
+        raise ValueError(f"the rule {rule!r} {lacks}, got rho={rho}")
     return dataclasses.replace(made, **{k: v for k, v in given.items() if k in known})  # type: ignore[type-var]
