@@ -29,7 +29,7 @@ from metasam import (
 )
 
 from . import references
-from .cases import CONV, MLP, assert_same, closure_of, closures_of, distance, params_of
+from .cases import CONV, MLP, Problem, assert_same, closure_of, closures_of, distance, params_of
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 
@@ -242,6 +242,13 @@ def test_without_a_radius_it_is_the_base_to_the_last_bit(make, dtype, base):
     for t in range(7):
         optimizer.step(closure_of(MLP, model, MLP.batch(dtype, seed=t)))
     assert_same(run(make, base, dtype, problem=MLP), params_of(model))
+
+
+def test_looksam_does_not_follow_what_rounding_leaves_of_its_direction():
+    # wide enough in float32 that (g . g_s)/||g||^2 is 1 only up to rounding: normalised, that would be 0.7 ||g||
+    wide = Problem("wide", lambda: nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 1)), (30,))
+    found = run(partial(LookSAM, rho=0.0, every=3), MOMENTUM, torch.float32, problem=wide)
+    assert_same(found, run(partial(SAM, rho=0.0), MOMENTUM, torch.float32, problem=wide))
 
 
 # by hand: L = (a u^2 + b v^2)/2, gradient (a u, b v); unless said otherwise a = 1, b = 2, w = (3, 2), so that

@@ -279,6 +279,9 @@ def test_a_radius_set_in_the_groups_is_checked():
     optimizer.param_groups[0]["rho"] = -0.1
     with pytest.raises(ValueError, match="rho >= 0"):
         stepped(model, optimizer)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "rho": -0.1}]
+    with pytest.raises(ValueError, match="rho >= 0"):
+        stepped(model, SAM(groups, lr=0.1))
 
 
 # closures

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from metasam import tree
-from metasam.perturb import Adaptive, Steepest, Unnormalised
+from metasam.perturb import Adaptive, Fisher, Steepest, Unnormalised
 from metasam.rules import Sharp
 
 from .test_rules import Quadratic
 
-GEOMETRIES = [Steepest(), Adaptive(0.02), Adaptive(0.02, None), Unnormalised()]
+GEOMETRIES = [Steepest(), Adaptive(0.02), Adaptive(0.02, None), Unnormalised(), Fisher(2.0)]
 each_geometry = pytest.mark.parametrize("perturb", GEOMETRIES, ids=str)
 
 
@@ -42,7 +42,7 @@ def test_square_is_the_norm_whose_ball_is_climbed(perturb):
     w, eps = draw(), draw(1)
     square = perturb.square(w, eps)
     if square is None:
-        assert isinstance(perturb, Unnormalised)
+        assert isinstance(perturb, Unnormalised | Fisher)
         return
     # the ascent step maximises <g, eps> over the ball: no other point of it does better
     g = draw(2)
@@ -124,10 +124,18 @@ def test_a_multistep_of_one_full_step_is_sam_to_the_last_bit():
     assert tree.dot(tree.add(one, tree.scale(two, -1.0)), one).abs() < 1e-14
 
 
+@pytest.mark.parametrize("kind", [Adaptive, Fisher])
 @pytest.mark.parametrize("eta", [-0.1, float("nan"), float("inf")])
-def test_adaptive_refuses_its_stabiliser(eta):
+def test_geometries_refuse_their_eta(eta, kind):
     with pytest.raises(ValueError, match="eta >= 0"):
-        Adaptive(eta)
+        kind(eta)
+
+
+def test_fisher_has_the_radius_in_the_norm_of_its_gradient():
+    g = draw(1)
+    eps = Fisher(2.0)(draw(), g, 0.3)
+    length = sum(float((e.square() * (1 + 2.0 * g[k].square())).sum()) for k, e in eps.items()) ** 0.5
+    assert length == pytest.approx(0.3, rel=1e-12)
 
 
 def test_adaptive_tells_own_names_only():

@@ -121,3 +121,26 @@ def test_is_finite_of_little_and_of_large():
     assert tree.is_finite({})
     assert tree.is_finite({"empty": torch.zeros(0), "u": torch.ones(1)})
     assert tree.is_finite({"u": torch.full((4,), 3e38), "v": torch.full((4,), 6e4, dtype=torch.float16)})
+
+
+@each_body
+@pytest.mark.usefixtures("body")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_parallel_up_to_rounding_leaves_nothing_orthogonal(fused, dtype):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        b = {k: torch.randn(n, generator=generator).to(dtype) for k, n in (("u", 500), ("v", 7))}
+        for factor in (1.0, 1 / 3, -7.0):
+            rest = tree.reject(tree.scale(b, factor), b)
+            assert_same(rest, {k: torch.zeros_like(v) for k, v in b.items()})
+        a = {k: torch.randn(n, generator=generator).to(dtype) for k, n in (("u", 500), ("v", 7))}
+        rest = tree.reject(a, b)
+        assert tree.dot(rest, b).abs() < 50 * torch.finfo(dtype).eps * tree.squared_norm(b)
+        assert tree.squared_norm(rest) > 0.9 * tree.squared_norm(a)
+
+
+def test_rejecting_what_has_no_key_or_no_length_leaves_everything():
+    assert_same(tree.reject(A, {}), A)
+    assert tree.reject({}, {}) == {}
+    assert_same(tree.reject(A, tree.scale(A, 0.0)), A)
+    assert_same(tree.reject({"u": A["u"]}, {"v": A["v"]}), {"u": A["u"], "v": torch.zeros(1, 1)})

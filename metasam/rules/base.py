@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ..tree import Factor
@@ -16,9 +17,10 @@ from ..types import Descent, Oracle, Params, State
 
 
 def check_radius(rho: Factor, name: str = "rho") -> None:
-    """Raise ValueError unless a radius is finite and not negative (tensors and radii by key are taken as they are)."""
-    if isinstance(rho, int | float) and not (math.isfinite(rho) and rho >= 0):
-        raise ValueError(f"expected {name} >= 0 and finite, got {name}={rho}")
+    """Raise ValueError unless a radius, or each by key, is finite and not negative (tensors are taken as they are)."""
+    for r in rho.values() if isinstance(rho, Mapping) else (rho,):
+        if isinstance(r, int | float) and not (math.isfinite(r) and r >= 0):
+            raise ValueError(f"expected {name} >= 0 and finite, got {name}={r}")
 
 
 def check_fraction(name: str, value: float) -> None:
