@@ -6,7 +6,9 @@ loop, the outer loop, or both, ``from metasam import SharpMAML``. Needs torch; `
 
 from .meta import SharpMAML as SharpMAML
 from .optim import ASAM as ASAM
+from .optim import ESAM as ESAM
 from .optim import GSAM as GSAM
+from .optim import RWP as RWP
 from .optim import SAM as SAM
 from .optim import WSAM as WSAM
 from .optim import AgnosticSAM as AgnosticSAM
@@ -16,14 +18,18 @@ from .optim import LookbehindSAM as LookbehindSAM
 from .optim import LookSAM as LookSAM
 from .optim import MomentumSAM as MomentumSAM
 from .optim import MultiStepSAM as MultiStepSAM
+from .optim import RandomSAM as RandomSAM
 from .optim import SharpnessAware as SharpnessAware
+from .optim import SparseSAM as SparseSAM
 from .optim import VaSSO as VaSSO
 from .types import Task as Task
 
 __version__ = "0.1.0"
 __all__ = [
     "ASAM",
+    "ESAM",
     "GSAM",
+    "RWP",
     "SAM",
     "WSAM",
     "AgnosticSAM",
@@ -33,8 +39,10 @@ __all__ = [
     "LookbehindSAM",
     "MomentumSAM",
     "MultiStepSAM",
+    "RandomSAM",
     "SharpMAML",
     "SharpnessAware",
+    "SparseSAM",
     "Task",
     "VaSSO",
 ]

@@ -22,7 +22,7 @@ from . import batchnorm as norms
 from . import inner
 from .optim import SharpnessAware
 from .rules import Plain, Rule, make
-from .types import Params, State, Task
+from .types import Params, Part, State, Task
 
 VARIANTS = {"none": (False, False), "low": (True, False), "up": (False, True), "both": (True, True)}
 """Where a variant is sharpness-aware: (inner loop, outer loop)."""
@@ -222,30 +222,31 @@ class SharpMAML:
         self.last = Step(float(loss), accuracies[0], outer.skipped > skipped)
         return loss
 
-    def _closure(self, batches: list[Task]) -> tuple[Callable[[], Tensor], list[float | None]]:
-        """The meta-loss as a closure, and the accuracies that its calls will note.
+    def _closure(self, batches: list[Task]) -> tuple[Callable[..., Tensor], list[float | None]]:
+        """The meta-loss as a closure, which parts select tasks of, and the accuracies that its calls will note.
 
         Backward runs chunk by chunk, so that the graph of one chunk is alive at a time.
         """
-        chunk = self.chunk_size or (1 if self.engine_used == "higher" else None)
-        chunks = [part for batch in batches for part in _split(batch, chunk)]
-        total = sum(map(_size, chunks))
+        size = self.chunk_size or (1 if self.engine_used == "higher" else None)
         displacements: list[list[Params]] = []
         accuracies: list[float | None] = []
 
-        def closure() -> Tensor:
+        def closure(part: Part | None = None) -> Tensor:
+            chunks = list(_chunks(batches, size, part))
+            total = sum(len(numbers) for numbers, _ in chunks)
             losses, hits = [], []
             known = list(displacements)
-            for i, part in enumerate(chunks):
-                loop = dataclasses.replace(self.loop, stream=self.steps, first=sum(map(_size, chunks[:i])))
-                found = self._adapt(loop, part, given=known[i] if known else ())
+            for i, (numbers, chunk) in enumerate(chunks):
+                loop = dataclasses.replace(self.loop, stream=self.steps, numbers=numbers)
+                found = self._adapt(loop, chunk, given=known[i] if known else ())
                 if self.loop.keep_eps and not known:
                     displacements.append(found.eps)
-                (found.loss.sum() / total).backward()
+                if torch.is_grad_enabled():
+                    (found.loss.sum() / total).backward()
                 losses.append(found.loss.detach())
-                hits += [h for h in [_accuracy(found, part)] if h is not None]
+                hits += [h for h in [_accuracy(found, chunk)] if h is not None]
             accuracies.append(float(torch.cat(hits).mean()) if hits else None)
-            return torch.cat(losses).mean()
+            return torch.cat(losses)
 
         return closure, accuracies
 
@@ -305,8 +306,10 @@ class SharpMAML:
         with torch.no_grad():
             for given in [tasks] if isinstance(tasks, Task) else ([task] for task in tasks):
                 for part in self._batches(given):
+                    first = sum(map(len, losses))
+                    numbered = dataclasses.replace(loop, numbers=range(first, first + _size(part)))
                     with self._ready(loop, part):
-                        found = self._adapt(loop, part)
+                        found = self._adapt(numbered, part)
                     losses.append(found.loss.double().cpu())
                     hits += [h.double().cpu() for h in [_accuracy(found, part)] if h is not None]
         if not losses:
@@ -519,9 +522,18 @@ def _size(batch: Task) -> int:
     return len(batch.support[1])
 
 
-def _split(batch: Task, size: int | None) -> list[Task]:
-    size = size or _size(batch)
-    return [batch.map(lambda t, i=i: t[i : i + size]) for i in range(0, _size(batch), size)]
+def _chunks(batches: list[Task], size: int | None, part: Part | None) -> Iterator[tuple[Sequence[int], Task]]:
+    """Chunks of at most ``size`` tasks, of all tasks or of those that ``part`` selects, with the tasks' numbers."""
+    wanted = torch.arange(sum(map(_size, batches)))
+    wanted = wanted if part is None else wanted[part].sort().values
+    first = 0
+    for batch in batches:
+        inside = wanted[(wanted >= first) & (wanted < first + _size(batch))]
+        for numbers in inside.split(size or max(len(inside), 1)):
+            if len(numbers):
+                rows = (numbers - first).to(batch.support[1].device)
+                yield numbers.tolist(), batch if len(rows) == _size(batch) else batch.map(lambda t, r=rows: t[r])
+        first += _size(batch)
 
 
 def _accuracy(found: inner.Adapted, batch: Task) -> Tensor | None:

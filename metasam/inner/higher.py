@@ -67,7 +67,7 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
         descend = Descent(fast, loop.lr, loop.training)
         own = [{k: v[i] for k, v in eps.items()} for eps in given]
 
-        def draw(like: Params, key: tuple[int, ...], task: int = loop.first + i) -> Params:
+        def draw(like: Params, key: tuple[int, ...], task: int = loop.number(i)) -> Params:
             return noise.normal(like, *key, task)
 
         results.append(loop.run(params, task, _gradient, draw, descend, own))

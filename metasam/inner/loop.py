@@ -61,7 +61,7 @@ class InnerLoop:
         per_step: the statistics of the policy "per_step".
         keep_eps: return the displacements, for a second pass to reuse.
         stream: number of the meta-step, a part of the key of all noise.
-        first: number of the first task in the meta-batch that it is a chunk of, likewise.
+        numbers: of the tasks within the meta-batch, likewise; empty: 0, 1, ...
         counts: gradient evaluations and forwards, counted a task.
     """
 
@@ -77,8 +77,12 @@ class InnerLoop:
     per_step: batchnorm.PerStep | None = None
     keep_eps: bool = False
     stream: int = 0
-    first: int = 0
+    numbers: Sequence[int] = ()
     counts: Counter[str] = field(default_factory=Counter)
+
+    def number(self, task: int) -> int:
+        """Number of a task of this batch within its meta-batch."""
+        return self.numbers[task] if self.numbers else task
 
     def forward(self, params: Params, x: Tensor, step: int, clean: bool) -> Any:
         """Call the model; ``step`` and ``clean`` only say which running statistics to read or write."""

@@ -13,7 +13,7 @@ lose terms without a word (seen with torch 2.14; ``tests/test_inner.py`` keeps w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> 
 
 
 class _Drawn(torch.autograd.Function):
-    """Noise of every task, drawn outside of vmap: ``apply(key, first, index, *like)``."""
+    """Noise of every task, drawn outside of vmap: ``apply(key, number, index, *like)``."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -93,13 +93,15 @@ class _Drawn(torch.autograd.Function):
         raise RuntimeError("only called under vmap")
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, key: tuple[int, ...], first: int, index: Tensor, *like: Tensor) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, key: tuple[int, ...], number: Callable[[int], int], index: Tensor, *like: Tensor
+    ) -> Any:
         """One draw a task, stacked; ``index`` is only there so that something is batched."""
         one = {
             str(i): v.detach() if d is None else v.detach().select(d, 0)
             for i, (v, d) in enumerate(zip(like, in_dims[3:], strict=True))
         }
-        rows = [noise.normal(one, *key, first + task) for task in range(info.batch_size)]
+        rows = [noise.normal(one, *key, number(task)) for task in range(info.batch_size)]
         return tuple(torch.stack([row[k] for row in rows]) for k in one), (0,) * len(one)
 
 
@@ -109,7 +111,7 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
 
     def one(sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, given: Sequence[Params], index: Tensor) -> Any:
         def draw(like: Params, key: tuple[int, ...]) -> Params:
-            return dict(zip(like, _Drawn.apply(key, loop.first, index, *like.values()), strict=True))
+            return dict(zip(like, _Drawn.apply(key, loop.number, index, *like.values()), strict=True))
 
         return loop.run(params, Task((sx, sy), (qx, qy)), _gradient, draw, SGD(loop.lr), given, weight=count)
 

@@ -13,7 +13,9 @@
 """
 
 from .named import ASAM as ASAM
+from .named import ESAM as ESAM
 from .named import GSAM as GSAM
+from .named import RWP as RWP
 from .named import SAM as SAM
 from .named import WSAM as WSAM
 from .named import AgnosticSAM as AgnosticSAM
@@ -23,6 +25,8 @@ from .named import LookbehindSAM as LookbehindSAM
 from .named import LookSAM as LookSAM
 from .named import MomentumSAM as MomentumSAM
 from .named import MultiStepSAM as MultiStepSAM
+from .named import RandomSAM as RandomSAM
+from .named import SparseSAM as SparseSAM
 from .named import VaSSO as VaSSO
 from .sharpness_aware import LiveOracle as LiveOracle
 from .sharpness_aware import SharpnessAware as SharpnessAware

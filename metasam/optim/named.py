@@ -58,6 +58,8 @@ class SAM(SharpnessAware):
         base: class of the base optimizer.
         rho: radius; 0.05 suits CIFAR-10 and ImageNet, 0.1 CIFAR-100 (paper).
         steps: ascent steps; more than one is multi-step SAM.
+        m: examples that share an eps (m-SAM; 1 is 1-SAM): the closure must take parts, ``closure(part=None)``, return
+            the losses ``[B]`` of ``x[part]`` and leave backward to the step. None: the whole batch.
         normalise: False is USAM, ``eps = rho g``, whose rho is not comparable.
         model: see `SharpnessAware`.
         settings: keyword arguments of ``base``.
@@ -74,11 +76,12 @@ class SAM(SharpnessAware):
         *,
         rho: float = 0.05,
         steps: int = 1,
+        m: int | None = None,
         normalise: bool = True,
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        rule = Sharp(rho, steps=steps) if normalise else Sharp(rho, Unnormalised(), steps=steps)
+        rule = Sharp(rho, steps=steps, m=m) if normalise else Sharp(rho, Unnormalised(), steps=steps, m=m)
         super().__init__(build_base(params, base, model, settings), rule, model=model)
 
 
@@ -402,3 +405,141 @@ class AgnosticSAM(SharpnessAware):
         elif closure is not None and "val" not in others:
             raise TypeError("expected step(closure, val_closure), got no val_closure: it evaluates a validation batch")
         return super().step(closure, **others)
+
+
+class RandomSAM(SharpnessAware):
+    """R-SAM (Liu et al. 2022), see `metasam.rules.RandomSAM`; 2 gradient evaluations a step.
+
+    Args:
+        params: as in `SAM`.
+        base: class of the base optimizer.
+        rho: radius.
+        sigma: size of the noise relative to each output filter.
+        pull: the paper's lambda, weight of the gradient beside the noise.
+        noise_seed: of the noise.
+        model: see `SharpnessAware`.
+        settings: keyword arguments of ``base``.
+    """
+
+    def __init__(
+        self,
+        params: Parameters = None,
+        base: Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        rho: float = 0.05,
+        sigma: float = 5e-4,
+        pull: float = 2.0,
+        noise_seed: int = 0,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            build_base(params, base, model, settings), rules.RandomSAM(rho, sigma, pull, noise_seed), model=model
+        )
+
+
+class RWP(SharpnessAware):
+    """Random weight perturbation (Li et al. 2024), see `metasam.rules.RWP`; 2 gradient evaluations a step.
+
+    Args:
+        params: as in `SAM`.
+        base: class of the base optimizer.
+        rho: size of the noise relative to each output filter, the paper's gamma.
+        mix: the paper's alpha, weight of the perturbed gradient.
+        second: "train", both gradients of one batch, or "val", of another: ``step(closure, val=other_closure)``.
+        noise_seed: of the noise.
+        model: see `SharpnessAware`.
+        settings: keyword arguments of ``base``.
+    """
+
+    def __init__(
+        self,
+        params: Parameters = None,
+        base: Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        rho: float = 0.01,
+        mix: float = 0.5,
+        second: str = "train",
+        noise_seed: int = 0,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            build_base(params, base, model, settings), rules.RWP(rho, mix, second, noise_seed), model=model
+        )
+
+
+class ESAM(SharpnessAware):
+    """ESAM (Du et al. 2022), see `metasam.rules.ESAM`; ``1 + select`` gradient evaluations and a forward a step.
+
+    With ``select < 1`` the closure must take parts, see ``m`` of `SAM`.
+
+    Args:
+        params: as in `SAM`.
+        base: class of the base optimizer.
+        rho: radius.
+        keep: the paper's beta, the share of weights that eps moves.
+        select: the paper's gamma, the share of the batch to descend on.
+        noise_seed: of the masks.
+        model: see `SharpnessAware`.
+        settings: keyword arguments of ``base``.
+    """
+
+    def __init__(
+        self,
+        params: Parameters = None,
+        base: Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        rho: float = 0.05,
+        keep: float = 0.6,
+        select: float = 0.5,
+        noise_seed: int = 0,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            build_base(params, base, model, settings), rules.ESAM(rho, keep, select, noise_seed), model=model
+        )
+
+
+class SparseSAM(SharpnessAware):
+    """Sparse SAM (Mi et al. 2022), see `metasam.rules.SparseSAM`; 2 gradient evaluations a step.
+
+    With ``criterion="fisher"`` and ``samples > 0`` the closure must take parts, see ``m`` of `SAM`.
+
+    Args:
+        params: as in `SAM`.
+        base: class of the base optimizer.
+        rho: radius.
+        sparsity: share of weights that eps leaves alone; 0 is SAM.
+        criterion: "fisher" (SSAM-F) or "dynamic" (SSAM-D).
+        refresh: steps between two masks.
+        samples: examples for the Fisher information; 0 squares the gradient of the batch.
+        drop: largest share of the mask that "dynamic" replaces.
+        horizon: steps until it replaces nothing any more.
+        noise_seed: of the random choices.
+        model: see `SharpnessAware`.
+        settings: keyword arguments of ``base``.
+    """
+
+    def __init__(
+        self,
+        params: Parameters = None,
+        base: Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        rho: float = 0.05,
+        sparsity: float = 0.5,
+        criterion: str = "fisher",
+        refresh: int = 100,
+        samples: int = 16,
+        drop: float = 0.5,
+        horizon: int = 10_000,
+        noise_seed: int = 0,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            build_base(params, base, model, settings),
+            rules.SparseSAM(rho, sparsity, criterion, refresh, samples, drop, horizon, noise_seed),
+            model=model,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,8 +17,9 @@ from ..rules import DirectionRule, Rule
 from ..types import Eval, Params, Part, State
 
 Closure = Callable[..., Any]
-"""``closure() -> loss``: clears gradients or not, computes the loss, calls backward. ``closure(part=...)`` for rules
-that evaluate parts of a batch."""
+"""``closure() -> loss``: clears gradients or not, computes the loss, calls backward. Or ``closure(part=None)``, which
+returns the losses ``[B]`` of the examples of a slice or index tensor (None: all): the step takes their mean and calls
+backward. Rules that evaluate parts of a batch need the second form."""
 
 
 class SharpnessAware(Optimizer):
@@ -233,6 +235,7 @@ class LiveOracle:
         self.optimizer, self.live, self.closures = optimizer, live, closures
         self.first_loss: Any = None
         self.counted = False
+        self.separate: set[str] = set()
 
     def __call__(
         self,
@@ -256,12 +259,29 @@ class LiveOracle:
                 stack.enter_context(batchnorm.frozen(self.optimizer.model))
             for p in self.live.values():
                 p.grad = None
-            with torch.set_grad_enabled(grad), tree.fused(False):
-                loss = closure() if part is None else closure(part=part)
+            loss, losses = self._evaluate(closure, on, part, grad)
             value = torch.as_tensor(float("nan") if loss is None else loss).detach()
             if counts:
                 self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
-            return Eval(value, self._take())
+            return Eval(value, self._take() if grad else {}, losses)
+
+    def _evaluate(self, closure: Closure, on: str, part: Part | None, grad: bool) -> tuple[Any, Tensor | None]:
+        """Call the closure: its loss, and the losses of the examples where it gave them."""
+        if part is not None and not _takes_part(closure):
+            raise TypeError(f"{self.optimizer.rule} evaluates parts of a batch: {_PART}")
+        # whether the closure leaves backward to us is known once it has been called
+        with torch.set_grad_enabled(grad or on not in self.separate), tree.fused(False):
+            loss = closure() if part is None else closure(part=part)
+            if not isinstance(loss, Tensor) or loss.ndim == 0:
+                return loss, None
+            if loss.ndim > 1:
+                raise TypeError(f"expected a closure that returns a scalar or losses [B], got shape {list(loss.shape)}")
+            mean = loss.mean()
+            if mean.requires_grad:
+                self.separate.add(on)
+                if grad:
+                    mean.backward()
+        return mean.detach(), loss.detach()
 
     def noise(self, like: Params, *key: int) -> Params:
         return noise.normal(like, *key)
@@ -286,6 +306,16 @@ class LiveOracle:
         for p in self.live.values():
             p.grad = None
         return taken
+
+
+_PART = (
+    "write closure(part=None) that returns the losses [B] of x[part], all of them for None, and leaves backward to step"
+)
+
+
+def _takes_part(closure: Closure) -> bool:
+    parameters = inspect.signature(closure).parameters.values()
+    return any(p.name == "part" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 class LiveDescent:

@@ -16,13 +16,17 @@ from ..perturb import Adaptive, Fisher, Unnormalised
 from .agnostic import Agnostic as Agnostic
 from .base import DirectionRule as DirectionRule
 from .base import Rule as Rule
+from .esam import ESAM as ESAM
 from .friendly import FriendlySAM as FriendlySAM
 from .gsam import GSAM as GSAM
 from .lookbehind import Lookbehind as Lookbehind
 from .looksam import LookSAM as LookSAM
 from .msam import MomentumSAM as MomentumSAM
 from .plain import Plain as Plain
+from .random import RWP as RWP
+from .random import RandomSAM as RandomSAM
 from .sharp import Sharp as Sharp
+from .sparse import SparseSAM as SparseSAM
 from .vasso import VaSSO as VaSSO
 from .wsam import WSAM as WSAM
 
@@ -41,6 +45,10 @@ NAMED: dict[str, Callable[..., Rule]] = {
     "vasso": VaSSO,
     "momentum": MomentumSAM,
     "wsam": WSAM,
+    "random": RandomSAM,
+    "rwp": RWP,
+    "esam": ESAM,
+    "sparse": SparseSAM,
 }
 """Every method by its short name, with its paper's defaults."""
 

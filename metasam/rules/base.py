@@ -12,8 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..tree import Factor
-from ..types import Descent, Oracle, Params, State
+from ..types import Descent, Eval, Oracle, Params, State
 
 
 def check_radius(rho: Factor, name: str = "rho") -> None:
@@ -27,6 +29,16 @@ def check_fraction(name: str, value: float) -> None:
     """Raise ValueError unless ``0 <= value < 1``."""
     if not 0 <= value < 1:
         raise ValueError(f"expected 0 <= {name} < 1, got {name}={value}")
+
+
+def losses_of(evaluation: Eval, rule: object) -> Tensor:
+    """The losses of the examples, ``[B]``; raises TypeError naming what to write where nobody gives them."""
+    if evaluation.losses is None:
+        raise TypeError(
+            f"{type(rule).__name__} needs the loss of each example: give step a closure(part=None) that returns the "
+            "losses [B] of x[part] (all of them for None) and leaves backward to step; inner loops have none to give"
+        )
+    return evaluation.losses
 
 
 class Rule(ABC):

@@ -13,8 +13,8 @@ from torch import Tensor
 from .. import tree
 from ..perturb import Perturb, Steepest
 from ..tree import Factor
-from ..types import Oracle, Params, State
-from .base import DirectionRule, check_radius
+from ..types import Oracle, Params, Part, State
+from .base import DirectionRule, check_radius, losses_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Sharp(DirectionRule):
         steps: number of ascent steps.
         step_size: length of one ascent step as a fraction of rho. None: ``1/steps``, which never leaves the ball;
             a longer one is projected back onto it.
+        m: examples that share an eps (m-sharpness): the batch is taken in shards of m, each with its own ascent, and
+            the gradients at the shards' points are averaged; 1 is 1-SAM. Costs a forward more. None: the whole batch.
         through: differentiate through eps where somebody differentiates through the step (inner loops), as the
             released Sharp-MAML code does. False takes eps as a constant, and saves the graph of the ascent gradients.
     """
@@ -40,6 +42,7 @@ class Sharp(DirectionRule):
     perturb: Perturb = field(default_factory=Steepest)
     steps: int = 1
     step_size: float | None = None
+    m: int | None = None
     through: bool = True
 
     def __post_init__(self) -> None:
@@ -48,6 +51,8 @@ class Sharp(DirectionRule):
             raise ValueError(f"expected steps >= 1 ascent steps, got steps={self.steps}; Plain() takes none")
         if self.step_size is not None and not 0 < self.step_size < math.inf:
             raise ValueError(f"expected step_size > 0 (a fraction of rho), got step_size={self.step_size}")
+        if self.m is not None and self.m < 1:
+            raise ValueError(f"expected m >= 1 examples a shard, or None, got m={self.m}")
 
     def init(self, params: Params) -> State:
         """No state; the geometry looks whether it can tell these parameters apart."""
@@ -55,18 +60,26 @@ class Sharp(DirectionRule):
         return {}
 
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
-        """``grad L(w + eps)``."""
+        """``grad L(w + eps)``, or its mean over shards."""
+        if self.m is None:
+            return at(self._climb(at, params, None)).grads, state
+        count = len(losses_of(at(grad=False), self))
+        mean: Params = {}
+        for start in range(0, count, self.m):
+            shard = slice(start, min(start + self.m, count))
+            eps = self._climb(at, params, shard)
+            mean = tree.add(mean, at(eps, part=shard).grads, (shard.stop - shard.start) / count)
+        return mean, state
+
+    def _climb(self, at: Oracle, params: Params, part: Part | None) -> Params:
         length = _scaled(self.rho, 1 / self.steps if self.step_size is None else self.step_size)
-        eps: Params | None = None
+        eps: Params = {}
         for _ in range(self.steps):
-            grads = at(eps, local=True, graph=self.through).grads
-            step = self.perturb(params, grads, length)
-            eps = step if eps is None else tree.add(eps, step)
+            grads = at(eps or None, part=part, local=True, graph=self.through).grads
+            eps = tree.add(eps, self.perturb(params, grads, length))
             if self.step_size is not None:
                 eps = self._project(params, eps)
-        if not self.through:
-            eps = tree.detach(eps or {})
-        return at(eps).grads, state
+        return eps if self.through else tree.detach(eps)
 
     def _project(self, params: Params, eps: Params) -> Params:
         """Back onto the ball ``||eps / rho|| <= 1``; inside it nothing changes, to the last bit."""
