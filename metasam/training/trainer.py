@@ -143,6 +143,7 @@ class Trainer:
                 in_a_row = in_a_row + 1 if last.skipped else 0
                 line = {"loss": last.loss, "accuracy": last.accuracy}
                 due = self.iteration % self.evaluate_every == 0 or self.iteration == self.iterations
+                self.seconds = before + time.monotonic() - began
                 if due and self._validates:
                     line |= self._validate()
                     shown = "  validation " + _number(line)
