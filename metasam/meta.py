@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from . import batchnorm as norms
-from . import inner
+from . import checkpoint, inner
+from .configure import instantiate
 from .optim import SharpnessAware
 from .rules import Plain, Rule, make
 from .types import Params, State, Task
@@ -362,6 +364,37 @@ class SharpMAML:
         self.loop.counts.update(state_dict["counts"])
         self.gradient_evaluations = state_dict["gradient_evaluations"]
 
+    @classmethod
+    def load(cls, run_folder: str | Path, *, weights: str = "best", device: torch.device | str = "cpu") -> SharpMAML:
+        """The meta-learner of a run folder, as ``metasam-train`` left it.
+
+        Rebuilding it calls what the run's config names (a network of your own must be importable), so load only
+        folders whose makers you trust.
+
+        Args:
+            run_folder: the folder.
+            weights: "best" (by validation, ``best.pt``) or "latest" (``checkpoint.pt``).
+            device: where to put it.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            CheckpointError: it is damaged, or not from a run folder.
+            ValueError: something that the config names cannot be built.
+        """
+        _check_choice("weights", weights, ("best", "latest"))
+        path = Path(run_folder) / {"best": "best.pt", "latest": "checkpoint.pt"}[weights]
+        if not path.exists():
+            raise FileNotFoundError(f"expected the checkpoint {path}, there is none: is that the folder of a run?")
+        saved = checkpoint.load(path, map_location=device)
+        node = saved.get("config", {}).get("maml")
+        if node is None:
+            raise checkpoint.CheckpointError(
+                f"{path} does not say what it is a checkpoint of: expected config.maml in it"
+            )
+        maml: SharpMAML = instantiate({**node, "model": instantiate(node["model"]).to(device)})
+        maml.load_state_dict(saved["maml"])
+        return maml
+
     # inside
 
     def _adapted(self) -> frozenset[str]:
@@ -406,6 +439,8 @@ class SharpMAML:
     def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[None]:
         """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch)."""
         modes = [(m, m.training) for m in self.model.modules()]
+        if loop.per_step is not None:
+            loop.per_step.follow(self.model)
         if not loop.training:
             self.model.eval()
         try:

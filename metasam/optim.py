@@ -174,13 +174,13 @@ class SharpnessAware(Optimizer):
         with tree.fused():
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
-                commit = not grads or tree.is_finite(grads)
+                commit = _is_finite(grads, state)
                 _put(live, grads if commit else {})
                 if commit:
                     self.base.step()
             else:
                 moved, state = rule(at, descend := LiveDescent(self.base, live), params, state)
-                commit = descend.finite and tree.is_finite(moved)
+                commit = descend.finite and _is_finite(moved, state)
                 if commit:
                     _copy(live, moved)
         if commit:
@@ -323,6 +323,12 @@ class LiveDescent:
         states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
         found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
         return found or None
+
+
+def _is_finite(values: Params, state: State) -> bool:
+    """Whether a step may be taken: an evaluation that leaves no trace in the direction can still spoil the state."""
+    slots = [v for v in state.values() if isinstance(v, dict)]
+    return all(tree.is_finite(t) for t in (values, *slots))
 
 
 def _put(live: Params, grads: Params) -> None:

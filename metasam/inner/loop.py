@@ -124,6 +124,8 @@ class InnerLoop:
                 trace.append(tree.detach(at.eps or {}))
         self.counts["query"] += weight
         loss, output = self.loss({**fixed, **fast}, *task.query, step=self.steps)
+        if not self.training:
+            fast = tree.detach(fast)
         return loss, output if isinstance(output, Tensor) else (), fast, trace
 
 
@@ -178,7 +180,10 @@ class SupportOracle:
 def check_depends(loss: Tensor) -> None:
     """Raise ValueError unless there is something to differentiate."""
     if not loss.requires_grad:
-        raise ValueError("expected a loss that depends on the parameters that adapt, got one that touches none of them")
+        raise ValueError(
+            "expected a loss that depends on the parameters that adapt, got one without a gradient in any of them "
+            "(under torch.no_grad, use evaluate)"
+        )
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import checkpoint
+from ..checkpoint import CheckpointError
 from ..configure import Config, flatten, plain
-from . import checkpoint, evaluation, metrics, plots, progress
-from .checkpoint import CheckpointError
+from . import evaluation, metrics, plots, progress
 
 if TYPE_CHECKING:
     from metasam.meta import SharpMAML
