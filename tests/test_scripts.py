@@ -1,6 +1,7 @@
 """The commands: from the command line to the run folder, and what they say to mistakes."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -106,11 +107,12 @@ def test_train_and_evaluate(call, tmp_path):
     assert "loss, adapted as trained" in out
     results = json.loads((tmp_path / "here/results.json").read_text())
     assert results["seed"] == 3
-    assert results["command"] == f"metasam-train {' '.join(TINY)} run=here seed=3".replace("[8]", "[8]").replace(
+    assert results["command"] == f"metasam-train {' '.join(TINY)} run=here seed=3".replace(
         "model.hidden=[8]", "'model.hidden=[8]'"
     )
     assert results["gradient_evaluations"] == 12
     assert {p.name for p in tmp_path.iterdir()} == {"here", "my_tasks.py"}  # no litter
+    assert not logging.getLogger("metasam.tasks.omniglot").disabled  # Hydra may silence what warns of bad data
     status, out, err = call(evaluate, "run=here", "test_tasks=4")
     assert status == 0, err
     evaluation = json.loads((tmp_path / "here/evaluation-sinusoid.json").read_text())
