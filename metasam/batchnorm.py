@@ -115,6 +115,12 @@ class PerStep:
             for key, b in m.named_buffers(recurse=False)
         }
 
+    def follow(self, model: nn.Module) -> None:
+        """Move to where the model's own buffers are."""
+        for k, own in model.named_buffers():
+            if k in self.buffers:
+                self.buffers[k] = self.buffers[k].to(own)
+
     def at(self, step: int, *, write: bool) -> dict[str, Tensor]:
         """Buffers for ``functional_call``: rows of the store itself, or copies of them that may be thrown away."""
         return {k: b[step] if write else b[step].clone() for k, b in self.buffers.items()}

@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from . import batchnorm as norms
-from . import inner
+from . import checkpoint, inner
+from .configure import instantiate
 from .optim import SharpnessAware
 from .rules import Plain, Rule, make
 from .types import Params, Part, State, Task
@@ -78,6 +80,8 @@ class SharpMAML:
         inner_rule: the inner slot's own, instead of ``rule``.
         outer_rule: the outer slot's own, instead of ``rule``.
         rho_low: radius of the inner rule; None: the rule's own. The paper's mini-ImageNet runs use 5e-4 on both levels.
+            For "agnostic", whose inner validation part is a fifth of the support set, it is rho_val, and twice it
+            rho_train.
         rho_up: radius of the outer rule.
         first_order: take inner gradients as constants (FOMAML).
         engine: "higher" (task by task; any model), "vmap" (all tasks at once; much faster on small networks), or
@@ -205,13 +209,17 @@ class SharpMAML:
             The meta-loss at the undisplaced parameters, a 0-dim tensor; `last` has the accuracy too.
 
         Raises:
-            TypeError: ``optimizer`` is sharpness-aware already; say so with ``variant`` and ``outer_rule`` instead.
+            TypeError: ``optimizer`` is sharpness-aware already; say so with ``variant`` and ``outer_rule`` instead. Or
+                the outer rule asks for held-out tasks, and there are none.
             ValueError: as `meta_loss`.
         """
         outer = self._wrap(optimizer)
         batches = self._batches(tasks)
         with self._ready(self.loop, batches[0]):
             closure, accuracies = self._closure(batches)
+            if val_tasks is None and self.outer_rule.validates:
+                name = type(self.outer_rule).__name__
+                raise TypeError(f"{name} in the outer loop asks for held-out tasks: step(..., val_tasks=...)")
             others = {} if val_tasks is None else {"val": self._closure(self._batches(val_tasks))[0]}
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
@@ -369,6 +377,37 @@ class SharpMAML:
         self.loop.counts.update(state_dict["counts"])
         self.gradient_evaluations, self.steps = state_dict["gradient_evaluations"], state_dict["steps"]
 
+    @classmethod
+    def load(cls, run_folder: str | Path, *, weights: str = "best", device: torch.device | str = "cpu") -> SharpMAML:
+        """The meta-learner of a run folder, as ``metasam-train`` left it.
+
+        Rebuilding it calls what the run's config names (a network of your own must be importable), so load only
+        folders whose makers you trust.
+
+        Args:
+            run_folder: the folder.
+            weights: "best" (by validation, ``best.pt``) or "latest" (``checkpoint.pt``).
+            device: where to put it.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            CheckpointError: it is damaged, or not from a run folder.
+            ValueError: something that the config names cannot be built.
+        """
+        _check_choice("weights", weights, ("best", "latest"))
+        path = Path(run_folder) / {"best": "best.pt", "latest": "checkpoint.pt"}[weights]
+        if not path.exists():
+            raise FileNotFoundError(f"expected the checkpoint {path}, there is none: is that the folder of a run?")
+        saved = checkpoint.load(path, map_location=device)
+        node = saved.get("config", {}).get("maml")
+        if node is None:
+            raise checkpoint.CheckpointError(
+                f"{path} does not say what it is a checkpoint of: expected config.maml in it"
+            )
+        maml: SharpMAML = instantiate({**node, "model": instantiate(node["model"]).to(device)})
+        maml.load_state_dict(saved["maml"])
+        return maml
+
     # inside
 
     def _adapted(self) -> frozenset[str]:
@@ -413,6 +452,8 @@ class SharpMAML:
     def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[None]:
         """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch)."""
         modes = [(m, m.training) for m in self.model.modules()]
+        if loop.per_step is not None:
+            loop.per_step.follow(self.model)
         if not loop.training:
             self.model.eval()
         try:

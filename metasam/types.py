@@ -15,7 +15,7 @@ Params = dict[str, Tensor]
 Part = slice | Tensor
 """Which examples of a batch (or tasks of a meta-batch) an evaluation covers: a slice or an index tensor."""
 
-State = dict[str, "Params | int | float"]
+State = dict[str, Any]
 """A rule's memory: named slots, each parameters or a number."""
 
 

@@ -148,7 +148,10 @@ def _write(folder: Path, rows: list[dict[str, Any]], results: dict[str, list[dic
         ]
         for v in results
     }
-    title = f"{config['ways']}-way {config['shots']}-shot glyphs, letters of unseen scripts; SAM in which loop"
+    title = (
+        f"{config['ways']}-way {config['shots']}-shot glyphs, {len(SEEDS)} seeds; "
+        "SAM in no loop, the inner (low), the outer (up), both"
+    )
     plots.comparison(curves, {r["variant"]: (r["accuracy"], r["ci95"]) for r in rows}, folder / "comparison.png", title)
 
 

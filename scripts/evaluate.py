@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from metasam import checkpoint
 from metasam.configure import Config
 from metasam.scripts import command, tables
-from metasam.training import assemble, checkpoint, evaluation
+from metasam.training import assemble, evaluation
 from metasam.training.trainer import write_json
 
 if TYPE_CHECKING:

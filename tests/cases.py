@@ -116,8 +116,14 @@ class RuleCase:
 RULES = [
     RuleCase("plain", Plain, 1, references.plain),
     RuleCase("sam", partial(Sharp, 0.1), 2, partial(references.sam, rho=0.1)),
-    RuleCase("sam-const", partial(Sharp, 0.1, through=False), 2, partial(references.sam, rho=0.1, through=False)),
     RuleCase("asam", partial(Sharp, 0.5, Adaptive(0.02)), 2, partial(references.asam, rho=0.5, eta=0.02), names=True),
+    RuleCase(
+        "asam-const",
+        partial(Sharp, 0.5, Adaptive(0.02), through=False),
+        2,
+        partial(references.asam, rho=0.5, eta=0.02, through=False),
+        names=True,
+    ),
     RuleCase(
         "asam-all", partial(Sharp, 0.5, Adaptive(0.0, None)), 2, partial(references.asam, rho=0.5, eta=0.0, only="")
     ),

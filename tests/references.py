@@ -64,8 +64,13 @@ def _asam_eps(w: Tree, g: Tree, eta: float, only: str) -> Tree:
     return {k: t[k] ** 2 * g[k] / size for k in g}
 
 
-def asam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, eta: float, only: str = "weight") -> Tree:
-    return plus(w, grad(plus(w, _asam_eps(w, grad(w), eta, only), rho)), -lr)
+def asam(
+    grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, eta: float, only: str = "weight", through: bool = True
+) -> Tree:
+    eps = _asam_eps(w, grad(w), eta, only)
+    if not through:
+        eps = {k: v.detach() for k, v in eps.items()}
+    return plus(w, grad(plus(w, eps, rho)), -lr)
 
 
 def multistep(

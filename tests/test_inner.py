@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from metasam import SharpMAML, Task, inner, tree
-from metasam.rules import Plain, Sharp
+from metasam.rules import DirectionRule, Plain, Sharp
 
 from .cases import (
     CONV,
@@ -23,6 +23,7 @@ from .cases import (
     each_engine,
     gradients,
     inner_loop,
+    live,
     run_engine,
     slope,
 )
@@ -196,6 +197,26 @@ def test_an_adapting_parameter_that_no_loss_touches_stays(engine):
     model = UNTOUCHED.model()
     found = run_engine(engine, inner_loop(model, UNTOUCHED, Sharp(0.1), training=False), UNTOUCHED.tasks(2))
     assert torch.equal(found.params["spare.weight"].detach(), model.spare.weight.detach().expand(2, 2, 2))
+
+
+@dataclass(frozen=True)
+class Noting(DirectionRule):
+    """Plain, and notes which parameters have gradients."""
+
+    seen: list
+
+    def direction(self, at, params, state):
+        grads = at().grads
+        self.seen.append(set(grads))
+        return grads, state
+
+
+def test_no_gradient_is_a_missing_key_in_every_runtime():
+    rule, body = Noting([]), {"body.weight", "body.bias"}
+    for engine in ENGINES:
+        run_engine(engine, inner_loop(UNTOUCHED.model(), UNTOUCHED, rule, steps=1), UNTOUCHED.tasks(1))
+    live(UNTOUCHED, rule, steps=1)
+    assert rule.seen == [body] * 3
 
 
 @pytest.mark.parametrize("rule", [Plain(), Sharp(0.1)], ids=["plain", "sam"])

@@ -14,16 +14,18 @@ MAY_IMPORT = {
     "types": set(),
     "configure": set(),
     "models": set(),
+    "checkpoint": set(),
+    "noise": {"types"},
     "batchnorm": set(),
     "tree": {"types"},
     "perturb": {"types", "tree"},
     "rules": {"types", "tree", "perturb"},
-    "optim": {"types", "tree", "perturb", "rules", "batchnorm"},
-    "inner": {"types", "tree", "perturb", "rules", "batchnorm"},
-    "meta": {"types", "tree", "perturb", "rules", "batchnorm", "optim", "inner", "configure"},
+    "optim": {"types", "tree", "perturb", "rules", "batchnorm", "noise"},
+    "inner": {"types", "tree", "perturb", "rules", "batchnorm", "noise"},
+    "meta": {"types", "tree", "perturb", "rules", "batchnorm", "optim", "inner", "configure", "checkpoint"},
     "tasks": {"types"},
-    "training": {"types", "meta", "configure", "tasks"},
-    "scripts": {"types", "meta", "configure", "tasks", "training", "models", "rules", "__init__"},
+    "training": {"types", "meta", "configure", "checkpoint", "tasks"},
+    "scripts": {"types", "meta", "configure", "checkpoint", "tasks", "training", "models", "rules", "__init__"},
     "configs": set(),
     "__init__": {"types", "rules", "optim", "meta"},
 }
@@ -85,7 +87,7 @@ def test_imports(path):
 def test_the_reader_sees_imports():
     """The test above would pass on an empty list."""
     names = set(imported(ROOT / "metasam/training/trainer.py"))
-    assert {"metasam.training.checkpoint", "metasam.configure.flatten", "torch"} <= names
+    assert {"metasam.checkpoint", "metasam.configure.flatten", "torch"} <= names
     assert "higher" in {n.split(".")[0] for n in imported(ROOT / "metasam/inner/higher.py")}
 
 

@@ -1,6 +1,7 @@
 """The commands: from the command line to the run folder, and what they say to mistakes."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from metasam.training import checkpoint, metrics
+from metasam import SharpMAML, checkpoint
+from metasam.training import assemble, metrics
 
 pytest.importorskip("hydra")
 from hydra.core.global_hydra import GlobalHydra
@@ -105,11 +107,12 @@ def test_train_and_evaluate(call, tmp_path):
     assert "loss, adapted as trained" in out
     results = json.loads((tmp_path / "here/results.json").read_text())
     assert results["seed"] == 3
-    assert results["command"] == f"metasam-train {' '.join(TINY)} run=here seed=3".replace("[8]", "[8]").replace(
+    assert results["command"] == f"metasam-train {' '.join(TINY)} run=here seed=3".replace(
         "model.hidden=[8]", "'model.hidden=[8]'"
     )
     assert results["gradient_evaluations"] == 12
     assert {p.name for p in tmp_path.iterdir()} == {"here", "my_tasks.py"}  # no litter
+    assert not logging.getLogger("metasam.tasks.omniglot").disabled  # Hydra may silence what warns of bad data
     status, out, err = call(evaluate, "run=here", "test_tasks=4")
     assert status == 0, err
     evaluation = json.loads((tmp_path / "here/evaluation-sinusoid.json").read_text())
@@ -121,6 +124,22 @@ def test_train_and_evaluate(call, tmp_path):
     evaluation = json.loads((tmp_path / "here/evaluation-sinusoid.json").read_text())
     assert evaluation["n"] == 3
     assert evaluation["tasks"]["shots"] == 5
+
+
+def test_a_run_is_read_back_from_python(call, tmp_path):
+    assert call(train, *TINY, "run=here", "seed=3")[0] == 0
+    results = json.loads((tmp_path / "here/results.json").read_text())
+    maml = SharpMAML.load(tmp_path / "here")
+    family = assemble.tasks_of(results["config"])
+    assert maml.evaluate([family.batch("test", range(4))]).loss == pytest.approx(results["loss"], rel=1e-6)
+    assert maml.adapt(family.batch("test", [0]).unbind()[0])(torch.zeros(2, 1)).shape == (2, 1)
+    latest = SharpMAML.load(tmp_path / "here", weights="latest")
+    assert latest.gradient_evaluations == results["gradient_evaluations"]
+    with pytest.raises(FileNotFoundError, match="is that the folder of a run"):
+        SharpMAML.load(tmp_path / "nowhere")
+    torch.save({"format": 1}, tmp_path / "here/best.pt")
+    with pytest.raises(ValueError, match=r"expected config\.maml"):
+        SharpMAML.load(tmp_path / "here")
 
 
 def test_default_folder_and_resume(call, tmp_path):

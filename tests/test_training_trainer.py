@@ -9,10 +9,11 @@ import signal
 import pytest
 import torch
 
+from metasam import checkpoint
+from metasam.checkpoint import CheckpointError
 from metasam.meta import SharpMAML
 from metasam.tasks import Sinusoid
-from metasam.training import checkpoint, metrics, plots
-from metasam.training.checkpoint import CheckpointError
+from metasam.training import metrics, plots
 from metasam.training.trainer import PATIENCE, Interrupted, Trainer, refuse_other_config
 from metasam.types import Task
 

@@ -144,6 +144,8 @@ class InnerLoop:
                 trace.append(tree.detach(at.eps or {}))
         self.counts["query"] += weight
         loss, output = self.loss({**fixed, **fast}, *task.query, step=self.steps)
+        if not self.training:
+            fast = tree.detach(fast)
         return loss, output if isinstance(output, Tensor) else (), fast, trace
 
 
@@ -175,11 +177,11 @@ class SupportOracle:
         grad: bool = True,
         graph: bool = True,
     ) -> Eval:
-        if on != "train":
-            raise ValueError(f"the inner loop evaluates on the support set, on='train'; got on={on!r}")
         self.eps = eps
         loop = self.loop
-        x, y = self.support if part is None else (self.support[0][part], self.support[1][part])
+        x, y = self._side(on)
+        if part is not None:
+            x, y = x[part], y[part]
         point, fixed = (self.params if not eps else tree.add(self.params, eps)), self.fixed
         graph = graph and loop.training and not loop.first_order
         if not graph:
@@ -189,11 +191,31 @@ class SupportOracle:
             fixed, x, y = constants
             return loop.loss({**fixed, **fast}, x, y, self.step, clean=eps is None)[0]
 
-        loop.counts["support" if grad else "forward"] += self.weight
+        share = len(y) / len(self.support[1])
+        loop.counts["support" if grad else "forward"] += self.weight if share == 1 else self.weight * share
         if not grad:
             return Eval(loss(point, (fixed, x, y)), {})
         grads, value = self.gradient(loss, point, (fixed, x, y), graph)
         return Eval(value, grads)
+
+    def _side(self, on: str) -> tuple[Tensor, Tensor]:
+        """The support set; for a rule that validates, its first four fifths and, on="val", its last fifth.
+
+        A validation part a quarter of the training part, as in Agnostic-SAM's paper. Support sets that go round by
+        round through the classes, as the samplers' do, are split as evenly as can be.
+        """
+        x, y = self.support
+        if on not in ("train", "val") or (on == "val" and not self.loop.rule.validates):
+            raise ValueError(f"expected on='train', or 'val' of a rule that validates, got on={on!r}")
+        if not self.loop.rule.validates:
+            return x, y
+        if len(y) < 2:
+            raise ValueError(
+                f"{type(self.loop.rule).__name__} in the inner loop splits the support set: "
+                f"expected at least 2 examples, got {len(y)}"
+            )
+        held = max(1, len(y) // 5)
+        return (x[-held:], y[-held:]) if on == "val" else (x[:-held], y[:-held])
 
     def noise(self, like: Params, *key: int) -> Params:
         return self.draw(like, (*key, self.loop.stream, self.step))
@@ -202,7 +224,10 @@ class SupportOracle:
 def check_depends(loss: Tensor) -> None:
     """Raise ValueError unless there is something to differentiate."""
     if not loss.requires_grad:
-        raise ValueError("expected a loss that depends on the parameters that adapt, got one that touches none of them")
+        raise ValueError(
+            "expected a loss that depends on the parameters that adapt, got one without a gradient in any of them "
+            "(under torch.no_grad, use evaluate)"
+        )
 
 
 @dataclass(frozen=True)

@@ -164,13 +164,13 @@ class SharpnessAware(Optimizer):
         with tree.fused():
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
-                commit = not grads or tree.is_finite(grads)
+                commit = _is_finite(grads, state)
                 _put(live, grads if commit else {})
                 if commit:
                     self.base.step()
             else:
-                moved, state = rule(at, descend := LiveDescent(self.base, live), params, state)
-                commit = descend.finite and tree.is_finite(moved)
+                moved, state = rule(at, LiveDescent(self.base, live, at), params, state)
+                commit = at.finite and _is_finite(moved, state)
                 if commit:
                     _copy(live, moved)
         if commit:
@@ -235,6 +235,7 @@ class LiveOracle:
         self.optimizer, self.live, self.closures = optimizer, live, closures
         self.first_loss: Any = None
         self.counted = False
+        self.finite = True
         self.separate: set[str] = set()
 
     def __call__(
@@ -263,7 +264,11 @@ class LiveOracle:
             value = torch.as_tensor(float("nan") if loss is None else loss).detach()
             if counts:
                 self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
-            return Eval(value, self._take() if grad else {}, losses)
+            grads = self._take() if grad else {}
+            # a rule that descends on its own moves the base's state at once: it must know before
+            if not isinstance(self.optimizer.rule, DirectionRule):
+                self.finite = self.finite and tree.is_finite(grads)
+            return Eval(value, grads, losses)
 
     def _evaluate(self, closure: Closure, on: str, part: Part | None, grad: bool) -> tuple[Any, Tensor | None]:
         """Call the closure: its loss, and the losses of the examples where it gave them."""
@@ -321,15 +326,15 @@ def _takes_part(closure: Closure) -> bool:
 class LiveDescent:
     """`metasam.types.Descent` by the base optimizer: the live weights are put back, the base's state moves on."""
 
-    def __init__(self, base: Optimizer, live: Params) -> None:
-        self.base, self.live, self.finite = base, live, True
+    def __init__(self, base: Optimizer, live: Params, at: LiveOracle) -> None:
+        self.base, self.live, self.at = base, live, at
 
     def __call__(self, params: Params, grads: Params) -> Params:
         home = {k: p.detach().clone() for k, p in self.live.items()}
         try:
             _copy(self.live, params)
-            self.finite = self.finite and (not grads or tree.is_finite(grads))
-            if self.finite:
+            # not once something was not finite: the step will be skipped, and the base's state is to stay
+            if self.at.finite:
                 _put(self.live, grads)
                 self.base.step()
             return {k: p.detach().clone() for k, p in self.live.items()}
@@ -351,6 +356,12 @@ class LiveDescent:
 def _within(state: State, live: Params) -> State:
     """The state without what it remembers of parameters that are frozen by now."""
     return {n: {k: t for k, t in v.items() if k in live} if isinstance(v, dict) else v for n, v in state.items()}
+
+
+def _is_finite(values: Params, state: State) -> bool:
+    """Whether a step may be taken: an evaluation that leaves no trace in the direction can still spoil the state."""
+    slots = [v for v in state.values() if isinstance(v, dict)]
+    return all(tree.is_finite(t) for t in (values, *slots))
 
 
 def _put(live: Params, grads: Params) -> None:

@@ -56,6 +56,8 @@ NAMED: dict[str, Callable[..., Rule]] = {
 def make(rule: str | Rule, *, rho: float | None = None, through: bool | None = None) -> Rule:
     """A rule from its name, with its own radius unless one is given; a Rule passes through unchanged.
 
+    The radius of a rule that names two is ``rho_val``, and twice it ``rho_train``, as in Agnostic-SAM's paper.
+
     Raises:
         ValueError: an unknown name, or a radius for a rule that is an instance already (it has one) or knows none.
         TypeError: neither a name nor a rule.
@@ -76,8 +78,9 @@ def make(rule: str | Rule, *, rho: float | None = None, through: bool | None = N
     made = NAMED[rule]()
     known = {f.name for f in dataclasses.fields(made)}  # type: ignore[arg-type]
     given: dict[str, Any] = {k: v for k, v in {"rho": rho, "through": through}.items() if v is not None}
+    if "rho" in given and "rho_val" in known:
+        given["rho_val"] = given.pop("rho")
+        given["rho_train"] = 2 * given["rho_val"]
     if "rho" in given and "rho" not in known:
-        own = ", ".join(made.hyper)
-        lacks = f"names its radii {own}: set them on the rule" if own else "has no radius: leave rho out"
-        raise ValueError(f"the rule {rule!r} {lacks}, got rho={rho}")
+        raise ValueError(f"the rule {rule!r} has no radius: leave rho out, got rho={rho}")
     return dataclasses.replace(made, **{k: v for k, v in given.items() if k in known})  # type: ignore[type-var]

@@ -44,6 +44,10 @@ class Agnostic(DirectionRule):
         check_radius(self.rho_val, "rho_val")
         check_fraction("val_momentum", self.val_momentum)
 
+    @property
+    def validates(self) -> bool:
+        return True
+
     def init(self, params: Params) -> State:
         """No running mean yet."""
         self.perturb.check(params)

@@ -50,6 +50,11 @@ class Rule(ABC):
     clean: ClassVar[bool] = True
     """Whether every step evaluates the training loss at the undisplaced point, where BatchNorm counts its batch."""
 
+    @property
+    def validates(self) -> bool:
+        """Whether the rule asks for the validation loss, ``on="val"``."""
+        return False
+
     def init(self, params: Params) -> State:
         """State before the first step; raises ValueError when the rule cannot work on these parameters."""
         return {}

@@ -54,7 +54,7 @@ class Lookbehind(Rule):
         """One step."""
         eps: Params = {}
         phi = params
-        grads = at(graph=self.through).grads
+        grads = at(local=True, graph=self.through).grads
         first: Params = {}
         for _ in range(self.steps):
             eps = tree.add(eps, self.perturb(params, grads, self.rho))

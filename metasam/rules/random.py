@@ -97,6 +97,10 @@ class RWP(DirectionRule):
         if self.second not in ("train", "val"):
             raise ValueError(f"expected second to be 'train' or 'val', got {self.second!r}")
 
+    @property
+    def validates(self) -> bool:
+        return self.second == "val"
+
     def init(self, params: Params) -> State:
         """The counter of draws."""
         return {"draw": 0}

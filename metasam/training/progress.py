@@ -70,6 +70,7 @@ class _Lines:
 
     def __enter__(self) -> _Lines:
         self._began = self._last = time.monotonic()
+        self._ended = False
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -77,9 +78,9 @@ class _Lines:
 
     def update(self, iteration: int, status: str) -> None:
         now = time.monotonic()
-        if now - self._last < self.every and iteration < self._total:
+        if self._ended or (now - self._last < self.every and iteration < self._total):
             return
-        self._last = now
+        self._last, self._ended = now, iteration >= self._total
         done = iteration - self._start
         left = (now - self._began) / done * (self._total - iteration) if done else 0.0
         self.say(f"{self._title}  {iteration}/{self._total}  {status}  {duration(left)} left")

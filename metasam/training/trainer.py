@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import checkpoint
+from ..checkpoint import CheckpointError
 from ..configure import Config, flatten, plain
-from . import checkpoint, evaluation, metrics, plots, progress
-from .checkpoint import CheckpointError
+from . import evaluation, metrics, plots, progress
 
 if TYPE_CHECKING:
     from metasam.meta import SharpMAML
@@ -143,6 +144,7 @@ class Trainer:
                 in_a_row = in_a_row + 1 if last.skipped else 0
                 line = {"loss": last.loss, "accuracy": last.accuracy}
                 due = self.iteration % self.evaluate_every == 0 or self.iteration == self.iterations
+                self.seconds = before + time.monotonic() - began
                 if due and self._validates:
                     line |= self._validate()
                     shown = "  validation " + _number(line)

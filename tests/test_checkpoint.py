@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from metasam.training import checkpoint
-from metasam.training.checkpoint import CheckpointError
+from metasam import checkpoint
+from metasam.checkpoint import CheckpointError
 
 
 def payload(value):
