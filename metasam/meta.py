@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ from .types import Params, Part, State, Task
 
 VARIANTS = {"none": (False, False), "low": (True, False), "up": (False, True), "both": (True, True)}
 """Where a variant is sharpness-aware: (inner loop, outer loop)."""
+
+COST = {"support": 1.0, "query": 1.0, "forward": 1 / 3}
+"""What an evaluation counts, in gradient evaluations: backward takes about twice a forward."""
 
 Tasks = Task | Iterable[Task]
 """A batch of tasks (leading task dimension), or an iterable of batches or single tasks."""
@@ -169,7 +173,7 @@ class SharpMAML:
         self._outer_state: tuple[State | None, int] = None, 0
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """Evaluations so far, counted a task: gradients on support and query sets, forwards alone."""
         return {k: self.loop.counts[k] for k in ("support", "query", "forward")}
 
@@ -224,9 +228,9 @@ class SharpMAML:
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
         self.steps += 1
-        spent = self.loop.counts - before
         unit = sum(map(_size, batches)) * (self.loop.steps + 1)
-        self.gradient_evaluations += (spent["support"] + spent["query"] + spent["forward"] / 3) / unit
+        spent = sum(COST[k] * (v - before[k]) for k, v in self.loop.counts.items())
+        self.gradient_evaluations += spent / unit
         self.last = Step(float(loss), accuracies[0], outer.skipped > skipped)
         return loss
 
@@ -336,7 +340,7 @@ class SharpMAML:
                 raise ValueError(f"batchnorm='per_step' has statistics for {loop.steps} inner steps, got steps={steps}")
         rule = Plain() if plain else loop.rule
         return dataclasses.replace(
-            loop, rule=rule, steps=steps or loop.steps, training=False, keep_eps=False, counts=type(loop.counts)()
+            loop, rule=rule, steps=steps or loop.steps, training=False, keep_eps=False, counts=defaultdict(float)
         )
 
     # state

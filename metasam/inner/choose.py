@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def _known(loop: InnerLoop) -> str | None:
 
 def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     """One inner step under vmap; None: it works. What fails without vmap too is the caller's error, and raised."""
-    short = dataclasses.replace(loop, steps=1, training=False, counts=type(loop.counts)())
+    short = dataclasses.replace(loop, steps=1, training=False, counts=defaultdict(float))
     entered: list[str] = []
 
     def leave(*_: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class InnerLoop:
     keep_eps: bool = False
     stream: int = 0
     numbers: Sequence[int] = ()
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def number(self, task: int) -> int:
         """Number of a task of this batch within its meta-batch."""
@@ -192,7 +192,7 @@ class SupportOracle:
             return loop.loss({**fixed, **fast}, x, y, self.step, clean=eps is None)[0]
 
         share = len(y) / len(self.support[1])
-        loop.counts["support" if grad else "forward"] += self.weight if share == 1 else self.weight * share
+        loop.counts["support" if grad else "forward"] += self.weight * share
         if not grad:
             return Eval(loss(point, (fixed, x, y)), {})
         grads, value = self.gradient(loss, point, (fixed, x, y), graph)
