@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from metasam.configure import Config, did_you_mean, flatten
+from metasam.scripts.memory import keep_freed_memory
 
 CONFIGS = "pkg://metasam.configs"
 SLOTS = ("model", "rule", "optim", "tasks")
@@ -52,6 +53,7 @@ def main(name: str, config_name: str, run: Callable[[Config], None], check: Call
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that my_module.Net is found from an installed command too
+    keep_freed_memory()
     given = sys.argv[1:]
     try:
         sys.argv[1:] = [*_slots(given)]

@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ import hydra
 from metasam.configure import Config
 from metasam.scripts import tables
 from metasam.scripts.command import plain_config
+from metasam.scripts.memory import keep_freed_memory
 from metasam.training import assemble, metrics, plots, progress
 from metasam.training.trainer import Interrupted, Trainer, write_json
 
@@ -34,6 +36,18 @@ def compose(*overrides: str) -> Config:
     """The config of one run of the demo."""
     with hydra.initialize_config_module("metasam.configs", version_base="1.3"):
         return plain_config(hydra.compose("train", ["experiment=demo", *overrides]))
+
+
+def prepare(parent: int) -> None:
+    """Set a worker up: it keeps its memory, and ends with the process that started it, however that ends."""
+    keep_freed_memory()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def train(config: Config, folder: Path) -> dict[str, Any]:
@@ -88,7 +102,7 @@ def main() -> None:
         file=sys.stderr,
     )
     os.environ["OMP_NUM_THREADS"] = "1"  # before the workers start
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare, (os.getpid(),)) as pool:
         running = {job: pool.submit(train, config, _folder(folder, job)) for job, config in jobs.items()}
         try:
             _watch(folder, running, example["iterations"])

@@ -1,0 +1,89 @@
+"""Comparing runs: rows, pairing, intervals."""
+
+import json
+import sys
+
+import pytest
+from scipy import stats
+
+from metasam.scripts import report
+
+
+def write(folder, variant, seed, per_task, **config):
+    folder.mkdir(parents=True)
+    mean = sum(per_task) / len(per_task)
+    results = {
+        "seed": seed, "seconds": 10.0, "gradient_evaluations": 100.0, "accuracy": mean, "ci95": 0.1, "n": len(per_task),
+        "accuracy_plain_adapt": mean - 0.05, "over": f"{len(per_task)} test tasks", "peak_memory_mb": 300.0,
+        "per_task": per_task, "config": {"variant": variant, "seed": seed, "rho_low": 0.1, "rho_up": None, **config},
+    }  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+NONE = {1: [0.2, 0.4, 0.6], 2: [0.3, 0.5, 0.9], 3: [0.1, 0.2, 0.9]}
+LOW = {1: [0.3, 0.6, 0.5], 2: [0.5, 0.5, 1.0], 3: [0.2, 0.1, 0.9]}
+
+
+@pytest.fixture
+def study(tmp_path):
+    for variant, seeds in {"none": NONE, "low": LOW}.items():
+        for seed, per_task in seeds.items():
+            write(tmp_path / f"{variant}-{seed}", variant, seed, per_task)
+    return tmp_path
+
+
+def test_rows_are_means_over_seeds_and_differences_are_paired_by_seed(study):
+    none, low = report.compare(report.read([study]))
+    means = [sum(v) / 3 for v in LOW.values()]
+    differences = [sum(LOW[s]) / 3 - sum(NONE[s]) / 3 for s in (1, 2, 3)]
+    assert none["variant"] == "none"
+    assert low["mean"] == pytest.approx(sum(means) / 3)
+    assert low["seeds"] == 3
+    assert low["difference_to_none"] == pytest.approx(sum(differences) / 3)
+    interval = stats.t.interval(0.95, 2, loc=stats.tmean(differences), scale=stats.sem(differences))
+    assert low["difference_ci95"] == pytest.approx((interval[1] - interval[0]) / 2)
+    assert low["plain_adapt"] == pytest.approx(low["mean"] - 0.05)
+
+
+def test_only_seeds_of_both_sides_are_paired(study):
+    write(study / "low-9", "low", 9, [1.0, 1.0, 1.0])
+    low = report.compare(report.read([study]))[1]
+    differences = [sum(LOW[s]) / 3 - sum(NONE[s]) / 3 for s in (1, 2, 3)]
+    assert low["seeds"] == 4
+    assert low["difference_to_none"] == pytest.approx(sum(differences) / 3)
+
+
+def test_radii_that_play_no_part_do_not_split_rows_and_others_do(study):
+    write(study / "none-other-rho", "none", 4, [0.1, 0.1, 0.1], rho_low=0.7)
+    write(study / "low-other-rho", "low", 4, [0.1, 0.1, 0.1], rho_low=0.7)
+    rows = report.compare(report.read([study]))
+    assert [(r["variant"], r["rho_low"], r["seeds"]) for r in rows] == [
+        ("none", None, 4),
+        ("low", 0.1, 3),
+        ("low", 0.7, 1),
+    ]
+
+
+def test_runs_on_other_tasks_are_refused(study):
+    write(study / "up-1", "up", 1, [0.5, 0.5])
+    with pytest.raises(ValueError, match="seed 1 has 2 tasks here and 3 there"):
+        report.compare(report.read([study]))
+
+
+def test_the_command_prints_a_table_and_writes_csv(study, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(study), "--csv", str(study / "table.csv")])
+    report.main()
+    assert "low" in capsys.readouterr().out
+    assert (study / "table.csv").read_text().startswith("variant,rho_low,")
+
+
+def test_nothing_to_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"expected run folders with a results\.json"):
+        report.main()
+
+
+def test_a_damaged_result_is_named(study, monkeypatch):
+    (study / "none-1/results.json").write_text("{")
+    with pytest.raises(ValueError, match=r"none-1.*no results of a run"):
+        report.read([study])
