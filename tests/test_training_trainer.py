@@ -14,7 +14,7 @@ from metasam.checkpoint import CheckpointError
 from metasam.meta import SharpMAML
 from metasam.tasks import Sinusoid
 from metasam.training import metrics, plots
-from metasam.training.trainer import PATIENCE, Interrupted, Trainer, refuse_other_config
+from metasam.training.trainer import PATIENCE, RESAMPLED, Interrupted, Trainer, refuse_other_config
 from metasam.types import Task
 
 
@@ -289,3 +289,16 @@ def test_only_nan(tmp_path):
     with pytest.raises(FloatingPointError, match=f"{PATIENCE} meta-steps in a row.*lower inner.lr"):
         make(tmp_path, Broken(), iterations=100).fit()
     assert metrics.read(tmp_path)[-1]["skipped"] == PATIENCE
+
+
+def test_an_outer_rule_that_validates_gets_a_quarter_of_the_tasks_from_training_classes(tmp_path):
+    family = Blobs()
+    trainer = make(tmp_path, family, iterations=2, evaluate_every=10, wrap=agnostic)
+    trainer.fit()
+    held = [tasks for split, *tasks in family.asked if split == "train" and tasks[0] >= RESAMPLED]
+    assert held == [[RESAMPLED], [RESAMPLED + 1]]
+    assert trainer.maml.outer_rule.validates
+
+
+def agnostic(maml):
+    return SharpMAML(maml.model, maml.loop.loss_fn, inner_lr=0.1, inner_steps=1, variant="up", rule="agnostic")

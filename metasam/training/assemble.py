@@ -112,6 +112,8 @@ def _rule(config: Config, loop: str, radius: str) -> Config:
         )
     if rho is None:
         return node
+    if "rho_val" in names:  # one number for two radii, as `metasam.rules.make` takes it
+        return {**node, "rho_train": 2 * rho, "rho_val": rho}
     if "rho" not in names and not any_name:
         raise ValueError(f"{radius}={rho}: the rule {node['_target_']} has no radius; leave {radius} out")
     return {**node, "rho": rho}

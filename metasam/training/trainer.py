@@ -29,9 +29,13 @@ from . import evaluation, metrics, plots, progress
 if TYPE_CHECKING:
     from metasam.meta import SharpMAML
     from metasam.tasks.family import TaskFamily
+    from metasam.types import Task
 
 MAY_CHANGE = ("iterations", "test_tasks", "device", "threads", "run", "resume", "tasks.root")
 """Keys of the config that may differ when a run is continued: they change how far or where it runs, not what it is."""
+
+RESAMPLED = 2**40
+"""Number of the first training task that is drawn for a validation loss; far from those that are trained on."""
 
 PATIENCE = 25
 """Meta-steps in a row that may be skipped for non-finite gradients before a run is stopped."""
@@ -137,7 +141,7 @@ class Trainer:
             while self.iteration < self.iterations:
                 first = self.iteration * self.tasks_per_batch
                 tasks = self.family.batch("train", range(first, first + self.tasks_per_batch)).to(self.device)
-                self.maml.step(tasks, self.optimizer)
+                self.maml.step(tasks, self.optimizer, self._held_out())
                 self.iteration += 1
                 last = self.maml.last
                 assert last is not None  # there was a step
@@ -169,6 +173,17 @@ class Trainer:
                     )
                 if self._stop:
                     raise Interrupted(f"stopped at iteration {self.iteration} of {self.iterations}, and saved")
+
+    def _held_out(self) -> Task | None:
+        """Tasks for an outer rule that asks for a validation loss: a quarter as many, resampled from training classes.
+
+        Never validation classes: those choose the weights, and would no longer be held out.
+        """
+        if not self.maml.outer_rule.validates:
+            return None
+        count = max(1, self.tasks_per_batch // 4)
+        first = RESAMPLED + self.iteration * count
+        return self.family.batch("train", range(first, first + count)).to(self.device)
 
     def _validate(self) -> dict[str, float]:
         """Measure on validation tasks, and keep the weights if they are the best so far."""
