@@ -199,7 +199,12 @@ class SharpMAML:
         """
         batches = self._batches(tasks)
         with self._ready(self.loop, batches[0]):
-            return torch.cat([self._adapt(self.loop, batch).loss for batch in batches]).mean()
+            losses = []
+            for numbers, batch in _chunks(batches, None, None):
+                losses.append(
+                    self._adapt(dataclasses.replace(self.loop, stream=self.steps, numbers=numbers), batch).loss
+                )
+            return torch.cat(losses).mean()
 
     def step(self, tasks: Tasks, optimizer: Optimizer, val_tasks: Tasks | None = None) -> Tensor:
         """One meta-step: the outer rule evaluates the meta-loss as often as it needs, then ``optimizer`` updates.

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from metasam import SharpnessAware, Task, batchnorm, inner
 from metasam.perturb import Adaptive, Fisher, Unnormalised
 from metasam.rules import (
+    ESAM,
     GSAM,
+    RWP,
     WSAM,
     Agnostic,
     FriendlySAM,
@@ -27,8 +29,10 @@ from metasam.rules import (
     LookSAM,
     MomentumSAM,
     Plain,
+    RandomSAM,
     Rule,
     Sharp,
+    SparseSAM,
     VaSSO,
 )
 
@@ -68,6 +72,7 @@ class RuleCase:
         name: shown in test names.
         make: the rule, in a setting where its parts all matter.
         evaluations: gradient evaluations of one step; several numbers: of the steps of a cycle.
+        validations: how many of them are of the validation loss.
         reference: one step of SGD from the equations, in plain torch (`references.py`).
         limit: what the rule is at radius 0.
         stateful: the rule remembers something between steps.
@@ -86,6 +91,7 @@ class RuleCase:
     names: bool = False
     scale_invariant: bool = True
     base: Callable[..., torch.optim.Optimizer] = SGD
+    validations: int = 0
     refused: str = ""
 
     @property
@@ -108,6 +114,12 @@ class RuleCase:
     def engines(self) -> tuple[str, ...]:
         """The inner engines that take it."""
         return () if self.refused else ENGINES
+
+    @property
+    def support(self) -> float:
+        """Evaluations of a cycle in an inner loop, in units of one over the whole support set of 5 examples."""
+        n = sum(self.cycle)
+        return n * 1.0 if not self.rule.validates else 0.8 * (n - self.validations) + 0.2 * self.validations
 
     def at_radius(self, rho: Any) -> Rule:
         return dataclasses.replace(self.rule, **dict.fromkeys(self.rule.hyper, rho))
@@ -202,7 +214,7 @@ RULES = [
         partial(Agnostic, 0.2, 0.1),
         4,
         partial(references.agnostic, rho_1=0.2, rho_2=0.1),
-        refused="on='val'",
+        validations=2,
     ),
     RuleCase(
         "agnostic-printed-momentum",
@@ -210,7 +222,40 @@ RULES = [
         3,
         partial(references.agnostic, rho_1=0.2, rho_2=0.1, lookahead=False, beta=0.6),
         stateful=True,
-        refused="on='val'",
+        validations=1,
+    ),
+    RuleCase(
+        "random",
+        partial(RandomSAM, 0.2, 0.3, 0.7, 5),
+        2,
+        partial(references.random_sam, rho=0.2, sigma=0.3, lam=0.7, seed=5),
+        stateful=True,
+        scale_invariant=False,
+    ),
+    RuleCase(
+        "rwp", partial(RWP, 0.1, 0.6, "train", 5), 2, partial(references.rwp, rho=0.1, alpha=0.6, seed=5), stateful=True
+    ),
+    # what needs the losses of examples is in test_parts.py
+    RuleCase(
+        "esam",
+        partial(ESAM, 0.2, 0.6, 1.0, 5),
+        2,
+        partial(references.esam, rho=0.2, beta=0.6, seed=5),
+        stateful=True,
+    ),
+    RuleCase(
+        "sparse",
+        partial(SparseSAM, 0.2, 0.4, "fisher", 2, 0),
+        2,
+        partial(references.sparse, rho=0.2, sparsity=0.4, refresh=2),
+        stateful=True,
+    ),
+    RuleCase(
+        "sparse-dynamic",
+        partial(SparseSAM, 0.2, 0.4, "dynamic", 1, drop=0.6, horizon=4, noise_seed=5),
+        2,
+        partial(references.sparse_dynamic, rho=0.2, sparsity=0.4, refresh=1, drop=0.6, horizon=4, seed=5),
+        stateful=True,
     ),
 ]
 

@@ -1,18 +1,22 @@
-"""Independent oracles: the equations as plain loops. Nothing here uses metasam.
+"""Independent oracles: the equations as plain loops. Nothing here uses metasam but its draws, a function of a key.
 
 A step is ``step(grad, w, lr, memory) -> w``, one update of SGD: ``grad(point)`` is the gradient at an absolute point,
 by name, a constant where there is no graph, ``grad(point, "val")`` that of the validation batch; ``memory`` is a dict
 in which a method may keep things between steps, and where another base optimizer than SGD can be put, see `update`.
+Where the steps are those of an inner loop, its "place" says so: the number of the meta-step and that of the task.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from metasam import noise
 
 Tree = dict[str, Tensor]
 Grad = Callable[..., Tree]
@@ -189,6 +193,104 @@ def agnostic(
     return update(w, grad(w_t), lr, memory)
 
 
+def draw(like: Tree, memory: dict, seed: int, counter: int) -> Tree:
+    """Standard normal numbers; an inner loop's counter is the number of its step as well."""
+    place = memory.get("place")
+    return noise.normal(like, seed, counter, *(() if place is None else (place[0], counter, place[1])))
+
+
+def count(memory: dict, name: str) -> int:
+    memory[name] = memory.get(name, 0) + 1
+    return memory[name] - 1
+
+
+def filterwise(w: Tree, z: Tree, sigma: float) -> Tree:
+    """Noise in proportion to the norm of each row, of a vector as a whole."""
+    out = {}
+    for k, v in w.items():
+        rows = v.detach().reshape(len(v), -1) if v.ndim > 1 else v.detach().reshape(1, -1)
+        out[k] = (sigma * rows.norm(dim=1, keepdim=True) * z[k].reshape(rows.shape)).reshape(v.shape)
+    return out
+
+
+def random_sam(
+    grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, sigma: float, lam: float, seed: int = 0
+) -> Tree:
+    delta = filterwise(w, draw(w, memory, seed, count(memory, "draw")), sigma)
+    g = grad(plus(w, delta))
+    eps = unit({k: lam * g[k] + delta[k] for k in g})
+    return update(w, grad(plus(w, eps, rho)), lr, memory)
+
+
+def rwp(
+    grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, alpha: float, second: str = "train", seed: int = 0
+) -> Tree:
+    g = grad(w)
+    g_2 = grad(plus(w, filterwise(w, draw(w, memory, seed, count(memory, "draw")), rho)), second)
+    return update(w, {k: (1 - alpha) * g[k] + alpha * g_2[k] for k in g}, lr, memory)
+
+
+def esam(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, beta: float, seed: int = 0) -> Tree:
+    """With the whole batch selected."""
+    g = grad(w)
+    z = draw(g, memory, seed, count(memory, "draw"))
+    kept = {k: ((1 + torch.erf(v / 2**0.5)) / 2 < beta).to(v) for k, v in z.items()}
+    eps = {k: rho / beta * kept[k] * v for k, v in unit(g).items()}
+    return update(w, grad(plus(w, eps)), lr, memory)
+
+
+def ones_at(score: Tree, number: int) -> Tree:
+    """Ones at the largest entries over all tensors, found by sorting."""
+    entries = sorted(
+        ((float(x), k, i) for k, v in score.items() for i, x in enumerate(v.detach().flatten())), key=lambda e: e[0]
+    )
+    mask = {k: torch.zeros_like(v.detach()) for k, v in score.items()}
+    for _, k, i in entries[len(entries) - number :]:
+        mask[k].view(-1)[i] = 1
+    return mask
+
+
+def sparse(grad: Grad, w: Tree, lr: float, memory: dict, *, rho: float, sparsity: float, refresh: int) -> Tree:
+    """SSAM-F with the squared gradient of the batch for the Fisher information."""
+    step, g = count(memory, "step"), grad(w)
+    if step % refresh == 0:
+        total = sum(v.numel() for v in g.values())
+        memory["mask"] = ones_at({k: v**2 for k, v in g.items()}, round((1 - sparsity) * total))
+    eps = {k: rho * memory["mask"][k] * v for k, v in unit(g).items()}
+    return update(w, grad(plus(w, eps)), lr, memory)
+
+
+def sparse_dynamic(
+    grad: Grad,
+    w: Tree,
+    lr: float,
+    memory: dict,
+    *,
+    rho: float,
+    sparsity: float,
+    refresh: int,
+    drop: float,
+    horizon: int,
+    seed: int = 0,
+) -> Tree:
+    """SSAM-D: of the ones, those with the smallest gradients make room for as many of the zeros."""
+    step, g = count(memory, "step"), grad(w)
+    if step % refresh == 0:
+        z, mask = draw(g, memory, seed, step), memory.get("mask")
+        total = sum(v.numel() for v in g.values())
+        ones = round((1 - sparsity) * total)
+        if mask is None:
+            memory["mask"] = ones_at(z, ones)
+        else:
+            share = drop * 0.5 * (1 + math.cos(math.pi * min(step, horizon) / horizon))
+            moves = min(math.floor(share * ones), total - ones)
+            kept = ones_at({k: torch.where(mask[k] == 1, v.abs(), -1.0) for k, v in g.items()}, ones - moves)
+            grown = ones_at({k: torch.where(mask[k] == 1, -torch.inf, v) for k, v in z.items()}, moves)
+            memory["mask"] = {k: kept[k] + grown[k] for k in g}
+    eps = {k: rho * memory["mask"][k] * v for k, v in unit(g).items()}
+    return update(w, grad(plus(w, eps)), lr, memory)
+
+
 # updates of base optimizers: SGD, unless the memory holds another as "u"
 
 
@@ -249,6 +351,12 @@ def call(model: nn.Module, params: Tree, x: Tensor) -> Any:
     return functional_call(model, {**params, **buffers}, (x,))
 
 
+def held_out(support: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The first four fifths of a support set, and the last."""
+    held = max(1, len(support[1]) // 5)
+    return tuple(t[:-held] for t in support), tuple(t[-held:] for t in support)
+
+
 # MAML and Sharp-MAML
 
 
@@ -262,11 +370,15 @@ def query_loss(
     steps: int,
     adapted: set[str],
     first_order: bool = False,
+    validates: bool = False,
+    place: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Adapt to one task with ``steps`` updates, then the loss on its query set."""
     fixed = {k: v for k, v in w.items() if k not in adapted}
     fast = {k: v for k, v in w.items() if k in adapted}
-    grad, memory = gradient_of(model, loss_fn, *task.support, fixed=fixed, graph=not first_order), {}
+    train, val = held_out(task.support) if validates else (task.support, None)
+    grad = gradient_of(model, loss_fn, *train, fixed=fixed, graph=not first_order, val=val)
+    memory = {"place": place}
     for _ in range(steps):
         fast = step(grad, fast, lr, memory)
     return loss_fn(call(model, {**fixed, **fast}, task.query[0]), task.query[1])
@@ -283,6 +395,8 @@ def meta_gradient(
     at: Tree | None = None,
     adapted: set[str] | None = None,
     first_order: bool = False,
+    validates: bool = False,
+    stream: int = 0,
 ) -> tuple[Tensor, Tree]:
     """Mean query loss over tasks and its gradient in the parameters (``at``, else the model's own)."""
     free = {k: p for k, p in model.named_parameters() if p.requires_grad}
@@ -291,7 +405,8 @@ def meta_gradient(
     adapted = set(w) if adapted is None else adapted
     singles = tasks.unbind()
     total = sum(
-        query_loss(model, loss_fn, {**frozen, **w}, t, step, lr, steps, adapted, first_order) for t in singles
+        query_loss(model, loss_fn, {**frozen, **w}, t, step, lr, steps, adapted, first_order, validates, (stream, i))
+        for i, t in enumerate(singles)
     ) / len(singles)
     found = torch.autograd.grad(total, list(w.values()), allow_unused=True)
     return total.detach(), {k: torch.zeros_like(w[k]) if g is None else g for k, g in zip(w, found, strict=True)}

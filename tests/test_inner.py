@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from metasam import SharpMAML, Task, inner, tree
-from metasam.rules import DirectionRule, Plain, Sharp
+from metasam.rules import Agnostic, DirectionRule, Plain, Sharp
 
+from . import references
 from .cases import (
     CONV,
     ENGINES,
@@ -337,14 +338,34 @@ def test_trying_an_engine_leaves_no_trace():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_inner_loop_has_no_validation_set():
-    loop, model = inner_loop(MLP.model(), MLP, Plain()), MLP.model()
-    task = MLP.tasks(1).unbind()[0]
-    oracle = inner.loop.SupportOracle(
-        loop, inner.higher._gradient, dict(model.named_parameters()), {}, task.support, 0, 1
+def no_noise(like, key):
+    raise AssertionError(key)
+
+
+def oracle_of(rule, examples=5):
+    model, task = MLP.model(), MLP.tasks(1).unbind()[0]
+    support = tuple(t[:examples] for t in task.support)
+    return inner.loop.SupportOracle(
+        inner_loop(model, MLP, rule),
+        inner.higher._gradient,
+        no_noise,
+        dict(model.named_parameters()),
+        {},
+        support,
+        0,
+        1,
     )
-    with pytest.raises(ValueError, match="support set"):
-        oracle(on="val")
+
+
+def test_only_a_rule_that_validates_splits_the_support_set():
+    with pytest.raises(ValueError, match="'val' of a rule that validates"):
+        oracle_of(Plain())(on="val")
+    at, (x, y) = oracle_of(Agnostic()), MLP.tasks(1).unbind()[0].support
+    for on, part in (("train", slice(0, 4)), ("val", slice(4, 5))):
+        wanted = references.gradient_of(MLP.model(), MLP.loss_fn, x[part], y[part])(at.params)
+        assert distance(at(on=on).grads, wanted) < 1e-13
+    with pytest.raises(ValueError, match="at least 2 examples"):
+        oracle_of(Agnostic(), 1)()
 
 
 @each_engine

@@ -16,7 +16,7 @@ from metasam.perturb import Adaptive
 from metasam.rules import DirectionRule, Plain, Sharp, VaSSO
 
 from . import references
-from .cases import CONV, MLP, PROBLEMS, Averaged, assert_same, closure_of, distance, live, params_of
+from .cases import CONV, MLP, PROBLEMS, assert_same, closure_of, distance, live, params_of
 
 SGD = torch.optim.SGD
 BASES = {
@@ -537,7 +537,7 @@ def test_skipped_steps_are_saved():
 def test_a_gradient_that_spoils_only_the_state_skips_the_step():
     """The gradient of a linear loss is the same everywhere: an inf in pass one leaves no trace in the direction."""
     w = nn.Parameter(torch.ones(2))
-    optimizer = SharpnessAware(torch.optim.SGD([w], lr=0.1), Averaged())
+    optimizer = SharpnessAware(torch.optim.SGD([w], lr=0.1), VaSSO())
     calls = []
 
     def closure():
@@ -549,9 +549,9 @@ def test_a_gradient_that_spoils_only_the_state_skips_the_step():
         return loss
 
     optimizer.step(closure)
-    before, kept = w.detach().clone(), optimizer.rule_state["average"]["0"].clone()
+    before, kept = w.detach().clone(), optimizer.rule_state["d"]["0"].clone()
     optimizer.step(closure)
     assert len(calls) == 4
     assert optimizer.skipped == 1
     assert torch.equal(w, before)
-    assert torch.equal(optimizer.rule_state["average"]["0"], kept)
+    assert torch.equal(optimizer.rule_state["d"]["0"], kept)

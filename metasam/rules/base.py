@@ -61,7 +61,10 @@ class Rule(ABC):
 
     @abstractmethod
     def __call__(self, at: Oracle, descend: Descent, params: Params, state: State) -> tuple[Params, State]:
-        """Return the parameters after one step, and the new state."""
+        """Return the parameters after one step, and the new state.
+
+        Evaluate first and descend afterwards: a live optimizer takes no descent once an evaluation was not finite.
+        """
 
 
 class DirectionRule(Rule):

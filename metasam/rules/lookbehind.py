@@ -53,14 +53,13 @@ class Lookbehind(Rule):
     def __call__(self, at: Oracle, descend: Descent, params: Params, state: State) -> tuple[Params, State]:
         """One step."""
         eps: Params = {}
-        phi = params
-        grads = at(local=True, graph=self.through).grads
-        first: Params = {}
+        visited = [at(local=True, graph=self.through).grads]
         for _ in range(self.steps):
-            eps = tree.add(eps, self.perturb(params, grads, self.rho))
-            grads = at(eps if self.through else tree.detach(eps)).grads
+            eps = tree.add(eps, self.perturb(params, visited[-1], self.rho))
+            visited.append(at(eps if self.through else tree.detach(eps)).grads)
+        phi = first = descend(params, visited[1])
+        for grads in visited[2:]:
             phi = descend(phi, grads)
-            first = first or phi
         way = tree.add(phi, params, -1)
         if self.keep is not None:
             return tree.add(params, way, self.keep), state

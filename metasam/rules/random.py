@@ -85,7 +85,7 @@ class RWP(DirectionRule):
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
 
-    rho: float = 0.01
+    rho: Factor = 0.01
     mix: float = 0.5
     second: str = "train"
     noise_seed: int = 0

@@ -94,8 +94,12 @@ class SparseSAM(DirectionRule):
             return _largest(drawn, ones)
         share = self.drop * (1 + math.cos(math.pi * min(step / self.horizon, 1.0))) / 2
         replaced = min(int(share * ones), sum(v.numel() for v in g.values()) - ones)
+        # a parameter without a gradient at the last mask has none there
+        mask = {k: mask[k] if k in mask else torch.zeros_like(v) for k, v in g.items()}
         kept = _largest({k: v.detach().abs().masked_fill(mask[k] == 0, -1.0) for k, v in g.items()}, ones - replaced)
-        grown = _largest({k: v.masked_fill(mask[k] == 1, -math.inf) for k, v in drawn.items()}, replaced)
+        # those just dropped come last
+        fresh = {k: v.masked_fill(mask[k] == 1, -1e4).masked_fill(kept[k] == 1, -math.inf) for k, v in drawn.items()}
+        grown = _largest(fresh, replaced)
         return tree.add(kept, grown)
 
     def _ones(self, like: Params) -> int:
