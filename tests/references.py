@@ -208,7 +208,7 @@ def filterwise(w: Tree, z: Tree, sigma: float) -> Tree:
     """Noise in proportion to the norm of each row, of a vector as a whole."""
     out = {}
     for k, v in w.items():
-        rows = v.detach().reshape(len(v), -1) if v.ndim > 1 else v.detach().reshape(1, -1)
+        rows = v.reshape(len(v), -1) if v.ndim > 1 else v.reshape(1, -1)
         out[k] = (sigma * rows.norm(dim=1, keepdim=True) * z[k].reshape(rows.shape)).reshape(v.shape)
     return out
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from metasam import (
+    ESAM,
     GSAM,
+    RWP,
     SAM,
     WSAM,
     AgnosticSAM,
@@ -23,7 +25,10 @@ from metasam import (
     LookSAM,
     MomentumSAM,
     MultiStepSAM,
+    RandomSAM,
+    SparseSAM,
     VaSSO,
+    noise,
     rules,
     tree,
 )
@@ -83,6 +88,30 @@ METHODS = {
     "agnostic-momentum": (
         partial(AgnosticSAM, rho_train=0.2, rho_val=0.1, val_momentum=0.6),
         partial(references.agnostic, rho_1=0.2, rho_2=0.1, beta=0.6),
+    ),
+    "random": (
+        partial(RandomSAM, rho=0.2, sigma=0.2, pull=0.8, noise_seed=3),
+        partial(references.random_sam, rho=0.2, sigma=0.2, lam=0.8, seed=3),
+    ),
+    "rwp": (
+        partial(RWP, rho=0.1, mix=0.7, noise_seed=3),
+        partial(references.rwp, rho=0.1, alpha=0.7, seed=3),
+    ),
+    "rwp-val": (
+        partial(RWP, rho=0.1, mix=0.7, second="val", noise_seed=3),
+        partial(references.rwp, rho=0.1, alpha=0.7, second="val", seed=3),
+    ),
+    "esam": (
+        partial(ESAM, rho=0.2, keep=0.5, select=1.0, noise_seed=3),
+        partial(references.esam, rho=0.2, beta=0.5, seed=3),
+    ),
+    "sparse": (
+        partial(SparseSAM, rho=0.2, sparsity=0.6, refresh=3, samples=0),
+        partial(references.sparse, rho=0.2, sparsity=0.6, refresh=3),
+    ),
+    "sparse-dynamic": (
+        partial(SparseSAM, rho=0.2, sparsity=0.6, criterion="dynamic", refresh=2, drop=0.7, horizon=15, noise_seed=3),
+        partial(references.sparse_dynamic, rho=0.2, sparsity=0.6, refresh=2, drop=0.7, horizon=15, seed=3),
     ),
 }
 BASES = {
@@ -232,6 +261,10 @@ def test_in_the_limit_it_is_sam_up_to_rounding(make, base):
         partial(WSAM, rho=0.0),
         partial(WSAM, rho=0.0, decouple=False),
         partial(AgnosticSAM, rho_train=0.0, rho_val=0.0, val_momentum=0.5),
+        partial(RandomSAM, rho=0.0),
+        partial(RWP, rho=0.0),
+        partial(ESAM, rho=0.0, select=1.0),
+        partial(SparseSAM, rho=0.0, samples=0),
     ],
     ids=str,
 )
@@ -379,6 +412,40 @@ def test_lookbehind_by_hand():
     # as one tensor: ways (-0.63, -2.16), of length 2.25, and (-1.414, -6.432), inner product 14.78394
     alpha = (14.78394 / (2.25 * (1.414**2 + 6.432**2) ** 0.5) + 1) / 2
     near(walk(LookbehindSAM, STEEP(joint=True), rho=5.5, keep=None)[0], 3 - 1.414 * alpha, 1 - 6.432 * alpha)
+
+
+def test_esam_by_hand():
+    # both weights kept: rho/1 g/||g||; the seed that keeps u alone moves u twice as far, (3, 0)/0.5, to (9, 2),
+    # gradient (9, 4); (3 - 0.9, 2 - 0.4)
+    near(walk(ESAM, Bowl(), rho=5, keep=1.0, select=1.0)[0], 2.4, 0.8)
+    like = {k: torch.zeros((), dtype=torch.float64) for k in "uv"}
+    draws = ((seed, noise.normal(like, seed, 0)) for seed in range(100))
+    seed = next(s for s, z in draws if z["u"] < 0 < z["v"])
+    near(walk(ESAM, Bowl(), rho=5, keep=0.5, select=1.0, noise_seed=seed)[0], 2.1, 1.6)
+
+
+def test_sparse_sam_by_hand():
+    # of g = (3, 4) the larger square is v's: eps = (0, 4), the norm unmasked; at (3, 6) the gradient is (3, 12)
+    w, state = walk(SparseSAM, Bowl(), rho=5, samples=0)
+    near(w, 2.7, 0.8)
+    near(slot(state, "mask"), 0.0, 1.0)
+
+
+def test_random_sam_by_hand():
+    # without noise SAM; with it and without the gradient, eps = 5 Delta/||Delta||, Delta = sigma (3 z_u, 2 z_v)
+    near(walk(RandomSAM, Bowl(), rho=5, sigma=0.0)[0], 2.4, 0.8)
+    z = noise.normal({k: torch.zeros((), dtype=torch.float64) for k in "uv"}, 4, 0)
+    u, v = 3 * float(z["u"]), 2 * float(z["v"])
+    size = (u * u + v * v) ** 0.5
+    found = walk(RandomSAM, Bowl(), rho=5, sigma=0.5, pull=0.0, noise_seed=4)[0]
+    near(found, 3 - 0.1 * (3 + 5 * u / size), 2 - 0.2 * (2 + 5 * v / size))
+
+
+def test_rwp_by_hand():
+    # at w + 0.5 (3 z_u, 2 z_v) the gradient is (3 + 1.5 z_u, 4 + 2 z_v); a quarter of it, and three of (3, 4)
+    z = noise.normal({k: torch.zeros((), dtype=torch.float64) for k in "uv"}, 4, 0)
+    found = walk(RWP, Bowl(), rho=0.5, mix=0.25, noise_seed=4)[0]
+    near(found, 3 - 0.1 * (3 + 0.375 * float(z["u"])), 2 - 0.1 * (4 + 0.5 * float(z["v"])))
 
 
 def test_fisher_sam_by_hand():
@@ -588,7 +655,7 @@ def test_a_named_optimizer_without_settings_is_the_rule_of_its_short_name():
     short = {
         "multistep": MultiStepSAM, "fisher": FisherSAM, "lookbehind": LookbehindSAM, "looksam": LookSAM,
         "gsam": GSAM, "friendly": FriendlySAM, "vasso": VaSSO, "momentum": MomentumSAM, "wsam": WSAM,
-        "agnostic": AgnosticSAM,
+        "agnostic": AgnosticSAM, "random": RandomSAM, "rwp": RWP, "esam": ESAM, "sparse": SparseSAM,
     }  # fmt: skip
     for name, kind in short.items():
         assert kind(MLP.model().parameters(), lr=0.1).rule == rules.make(name), name

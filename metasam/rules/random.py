@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from .. import tree
@@ -16,15 +17,16 @@ from ..types import Oracle, Params, State
 from .base import DirectionRule, check_radius
 
 
-def filter_noise(at: Oracle, params: Params, sigma: float, seed: int, counter: int) -> Params:
+def filter_noise(at: Oracle, params: Params, sigma: float, seed: int, counter: int, through: bool) -> Params:
     """``N(0, sigma^2 ||w_f||^2)`` for every output filter f (first index of a tensor; a vector is one filter)."""
     drawn = at.noise(params, seed, counter)
-    return {k: sigma * _filter_norm(params[k].detach()) * z for k, z in drawn.items()}
+    scales = params if through else tree.detach(params)
+    return {k: sigma * _filter_norm(scales[k]) * z for k, z in drawn.items()}
 
 
 def _filter_norm(w: Tensor) -> Tensor:
-    dims = tuple(range(1, w.ndim)) if w.ndim > 1 else None
-    return w.square().sum(dims, keepdim=True).sqrt() if w.ndim else w.abs()
+    # vector_norm, since its derivative at a filter of zeros is 0 and that of sqrt is not
+    return torch.linalg.vector_norm(w, dim=tuple(range(1, w.ndim)) or None, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class RandomSAM(DirectionRule):
 
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
         """``grad L(w + eps)``."""
-        delta = filter_noise(at, params, self.sigma, self.noise_seed, state["draw"])
+        delta = filter_noise(at, params, self.sigma, self.noise_seed, state["draw"], self.through)
         g = at(delta, local=True, graph=self.through).grads
         d = tree.add(tree.scale(g, self.pull), {k: delta[k] for k in g})
         eps = self.perturb(params, d, self.rho)
@@ -81,6 +83,7 @@ class RWP(DirectionRule):
         second: whose loss ``L'`` is: "train", the same batch, or "val", another batch, as in the paper:
             ``step(closure, val=other_closure)``.
         noise_seed: of the noise.
+        through: as in `metasam.rules.Sharp`; here eps depends on the weights by their size.
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
@@ -89,6 +92,7 @@ class RWP(DirectionRule):
     mix: float = 0.5
     second: str = "train"
     noise_seed: int = 0
+    through: bool = True
 
     def __post_init__(self) -> None:
         check_radius(self.rho)
@@ -108,6 +112,7 @@ class RWP(DirectionRule):
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
         """The mixed gradient."""
         g = at().grads
-        noise = filter_noise(at, params, 1.0, self.noise_seed, state["draw"])
+        noise = filter_noise(at, params, 1.0, self.noise_seed, state["draw"], self.through)
         g_p = at(tree.scale(noise, self.rho), on=self.second).grads
-        return tree.add(tree.scale(g, 1 - self.mix), tree.scale(g_p, self.mix)), {"draw": state["draw"] + 1}
+        # exactly g where g_p = g
+        return tree.add(g, tree.add(g_p, g, -1), self.mix), {"draw": state["draw"] + 1}

@@ -71,7 +71,7 @@ class SparseSAM(DirectionRule):
         clean = at(local=True, graph=self.through)
         g = clean.grads
         mask = state.get("mask")
-        if mask is None or step % self.refresh == 0:
+        if not mask or step % self.refresh == 0:
             mask = self._fisher(at, clean) if self.criterion == "fisher" else self._dynamic(at, g, mask, step)
         eps = tree.mul(mask, self.perturb(params, g, self.rho))
         return at(eps if self.through else tree.detach(eps)).grads, {"step": step + 1, "mask": mask}
@@ -90,7 +90,7 @@ class SparseSAM(DirectionRule):
     def _dynamic(self, at: Oracle, g: Params, mask: Params | None, step: int) -> Params:
         drawn = at.noise(g, self.noise_seed, step)
         ones = self._ones(g)
-        if mask is None:
+        if not mask:
             return _largest(drawn, ones)
         share = self.drop * (1 + math.cos(math.pi * min(step / self.horizon, 1.0))) / 2
         replaced = min(int(share * ones), sum(v.numel() for v in g.values()) - ones)
@@ -108,6 +108,8 @@ class SparseSAM(DirectionRule):
 
 def _largest(score: Params, count: int) -> Params:
     """Ones at the ``count`` largest entries over all tensors, zeros elsewhere."""
+    if not score:
+        return {}
     flat = torch.cat([v.flatten() for v in score.values()])
     chosen = torch.zeros_like(flat).scatter(0, flat.topk(count).indices, 1.0)
     parts = chosen.split([v.numel() for v in score.values()])
