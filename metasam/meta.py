@@ -229,7 +229,8 @@ class SharpMAML:
             if val_tasks is None and self.outer_rule.validates:
                 name = type(self.outer_rule).__name__
                 raise TypeError(f"{name} in the outer loop asks for held-out tasks: step(..., val_tasks=...)")
-            others = {} if val_tasks is None else {"val": self._closure(self._batches(val_tasks))[0]}
+            held_out = [] if val_tasks is None else self._batches(val_tasks)
+            others = {"val": self._closure(held_out, first=sum(map(_size, batches)))[0]} if held_out else {}
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
         self.steps += 1
@@ -239,25 +240,28 @@ class SharpMAML:
         self.last = Step(float(loss), accuracies[0], outer.skipped > skipped)
         return loss
 
-    def _closure(self, batches: list[Task]) -> tuple[Callable[..., Tensor], list[float | None]]:
+    def _closure(self, batches: list[Task], first: int = 0) -> tuple[Callable[..., Tensor], list[float | None]]:
         """The meta-loss as a closure, which parts select tasks of, and the accuracies that its calls will note.
 
+        The tasks' noise is that of the numbers from ``first``, so that no two tasks of a step share it.
         Backward runs chunk by chunk, so that the graph of one chunk is alive at a time.
         """
         size = self.chunk_size or (1 if self.engine_used == "higher" else None)
-        displacements: list[list[Params]] = []
+        displacements: dict[int, list[Params]] = {}  # of each task, one a step
         accuracies: list[float | None] = []
 
         def closure(part: Part | None = None) -> Tensor:
             chunks = list(_chunks(batches, size, part))
             total = sum(len(numbers) for numbers, _ in chunks)
             losses, hits = [], []
-            known = list(displacements)
-            for i, (numbers, chunk) in enumerate(chunks):
-                loop = dataclasses.replace(self.loop, stream=self.steps, numbers=numbers)
-                found = self._adapt(loop, chunk, given=known[i] if known else ())
-                if self.loop.keep_eps and not known:
-                    displacements.append(found.eps)
+            for numbers, chunk in chunks:
+                loop = dataclasses.replace(self.loop, stream=self.steps, numbers=[first + n for n in numbers])
+                known = [displacements[n] for n in numbers if n in displacements]
+                given = [_stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
+                found = self._adapt(loop, chunk, given=given)
+                if self.loop.keep_eps and not given:
+                    for row, n in enumerate(numbers):
+                        displacements[n] = [{k: v[row] for k, v in eps.items()} for eps in found.eps]
                 if torch.is_grad_enabled():
                     (found.loss.sum() / total).backward()
                 losses.append(found.loss.detach())
@@ -584,6 +588,10 @@ def _chunks(batches: list[Task], size: int | None, part: Part | None) -> Iterato
                 rows = (numbers - first).to(batch.support[1].device)
                 yield numbers.tolist(), batch if len(rows) == _size(batch) else batch.map(lambda t, r=rows: t[r])
         first += _size(batch)
+
+
+def _stack(trees: Sequence[Params]) -> Params:
+    return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}
 
 
 def _accuracy(found: inner.Adapted, batch: Task) -> Tensor | None:

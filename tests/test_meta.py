@@ -697,6 +697,26 @@ def test_optimizers_of_another_model_are_refused():
         learner.step(MLP.tasks(), SGD(MLP.model().parameters(), 0.1))
 
 
+@pytest.mark.parametrize("where", [{}, {"inner_rule": "agnostic"}], ids=["outer", "both"])
+def test_an_outer_rule_that_validates_asks_for_held_out_tasks(where):
+    learner = maml(variant=None, outer_rule="agnostic", **where)
+    optimizer, home = SGD(learner.model.parameters(), 0.1), params_of(learner.model)
+    with pytest.raises(
+        TypeError, match=r"Agnostic in the outer loop asks for held-out tasks: step\(\.\.\., val_tasks="
+    ):
+        learner.step(MLP.tasks(2), optimizer)
+    assert_same(params_of(learner.model), home)
+    learner.step(MLP.tasks(2), optimizer, val_tasks=MLP.tasks(1, seed=8))
+
+
+def test_an_inner_rule_that_validates_needs_no_held_out_tasks():
+    learner = maml(variant=None, inner_rule="agnostic", rho_low=0.1)
+    assert (learner.inner_rule.rho_train, learner.inner_rule.rho_val) == (0.2, 0.1)
+    learner.step(MLP.tasks(2), SGD(learner.model.parameters(), 0.1))
+    # 2 steps, each 2 evaluations of 4 of 5 examples and 2 of 1
+    assert learner.counts == pytest.approx({"support": 2 * 2 * 2, "query": 2, "forward": 0})
+
+
 def test_held_out_tasks_reach_the_outer_rule():
     from .test_optim import OnVal
 

@@ -579,6 +579,65 @@ def test_esam_in_the_outer_loop_descends_on_the_tasks_whose_loss_rose_most(engin
 
 
 @each_engine
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_shards_of_tasks_reuse_the_displacements_of_their_own_tasks(chunk_size, engine):
+    tasks, w = MLP.tasks(5), params_of(MLP.model())
+    wanted = {k: torch.zeros_like(v) for k, v in w.items()}
+    for start in range(0, 5, 2):
+        some = tasks.map(lambda t, s=start: t[s : s + 2])
+        first, second = references.reusing(0.1)
+        references.meta_gradient(MLP.model(), MLP.loss_fn, some, first, 0.1, 2)
+        # the pass over all tasks at w has found them; from then on they are constants, in the ascent too
+        _, h = references.meta_gradient(MLP.model(), MLP.loss_fn, some, second, 0.1, 2)
+        moved = references.plus(w, references.unit(h), 0.2)
+        _, g = references.meta_gradient(MLP.model(), MLP.loss_fn, some, second, 0.1, 2, at=moved)
+        wanted = references.plus(wanted, g, len(some.support[1]) / 5)
+    found = outer_step(
+        Sharp(0.2, m=2),
+        tasks,
+        engine,
+        inner_rule=Sharp(0.1),
+        reuse_inner_eps=True,
+        variant="both",
+        chunk_size=chunk_size,
+    )
+    assert distance(found, wanted) < 1e-12
+
+
+@each_engine
+def test_held_out_tasks_have_noise_of_their_own(engine):
+    tasks, step = MLP.tasks(2), partial(references.random_sam, rho=0.2, sigma=0.3, lam=2.0)
+    four = tasks.map(lambda t: t.repeat(2, *[1] * (t.ndim - 1)))
+
+    def grad(numbers):
+        w = {k: p.detach().clone().requires_grad_() for k, p in MLP.model().named_parameters()}
+        singles = [(n, four.unbind()[n]) for n in numbers]
+        losses = [
+            references.query_loss(MLP.model(), MLP.loss_fn, w, t, step, 0.1, 2, set(w), place=(0, n))
+            for n, t in singles
+        ]
+        found = torch.autograd.grad(sum(losses) / len(losses), list(w.values()))
+        return dict(zip(w, found, strict=True))
+
+    learner = SharpMAML(
+        MLP.model(),
+        MLP.loss_fn,
+        inner_lr=0.1,
+        inner_steps=2,
+        inner_rule=rules.RandomSAM(0.2, 0.3),
+        outer_rule=rules.RWP(0.0, 1.0, "val"),
+        engine=engine,
+    )
+    home = params_of(learner.model)
+    with pytest.raises(TypeError, match=r"RWP in the outer loop asks for held-out tasks: step.*val_tasks="):
+        learner.step(tasks, SGD(learner.model.parameters(), 1.0))
+    learner.step(tasks, SGD(learner.model.parameters(), 1.0), val_tasks=tasks)
+    found = {k: home[k] - p for k, p in params_of(learner.model).items()}
+    assert distance(found, grad((2, 3))) < 1e-12
+    assert distance(found, grad((0, 1))) > 1e-4
+
+
+@each_engine
 def test_a_part_of_the_tasks_keeps_their_noise(engine):
     """Of shards, each task draws by its number in the meta-batch: plain descent on shards is plain descent."""
     tasks, inner_rule = MLP.tasks(5), rules.RandomSAM(0.2, 0.3)

@@ -1,7 +1,7 @@
 """The rules: one short file a method, and the names by which commands and constructors know them.
 
 >>> make("sam", rho=0.1)
-Sharp(rho=0.1, perturb=Steepest(), steps=1, step_size=None, through=True)
+Sharp(rho=0.1, perturb=Steepest(), steps=1, step_size=None, m=None, through=True)
 """
 
 from __future__ import annotations
