@@ -207,7 +207,10 @@ def test_sweep(call, tmp_path):
         (["inner.stepz=1"], ["unknown key inner.stepz; did you mean 'inner.steps'?"]),
         (["outer.rul=sam"], ["unknown key outer.rul; did you mean 'outer.rule'?"]),
         (["tasks.noice=1", "tasks=sinusoid"], ["unknown key tasks.noice; did you mean 'tasks.noise'?"]),
-        (["rule=samm"], ["expected rule to be one of agnostic, asam, esam, fisher, friendly, gsam,", "did you mean 'sam'?"]),
+        (
+            ["rule=samm"],
+            ["expected rule to be one of agnostic, asam, esam, fisher, friendly, gsam,", "did you mean 'sam'?"],
+        ),
         (["inner.rule=multstep"], ["did you mean 'multistep'?"]),
         (["task=glyphs"], ["unknown key task; did you mean 'tasks'?"]),
         (["experiment=dem"], ["did you mean 'demo'?"]),

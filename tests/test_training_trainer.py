@@ -14,7 +14,7 @@ from metasam.checkpoint import CheckpointError
 from metasam.meta import SharpMAML
 from metasam.tasks import Sinusoid
 from metasam.training import metrics, plots
-from metasam.training.trainer import PATIENCE, RESAMPLED, Interrupted, Trainer, refuse_other_config
+from metasam.training.trainer import PATIENCE, RESAMPLED, Interrupted, Trainer, _alone, refuse_other_config
 from metasam.types import Task
 
 
@@ -302,3 +302,11 @@ def test_an_outer_rule_that_validates_gets_a_quarter_of_the_tasks_from_training_
 
 def agnostic(maml):
     return SharpMAML(maml.model, maml.loop.loss_fn, inner_lr=0.1, inner_steps=1, variant="up", rule="agnostic")
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    with _alone(tmp_path), pytest.raises(CheckpointError, match="another process is training"):
+        make(tmp_path, iterations=1).fit()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    make(tmp_path, iterations=1).fit()
+    assert (tmp_path / "results.json").exists()

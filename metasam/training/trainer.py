@@ -101,11 +101,13 @@ class Trainer:
             Interrupted: someone pressed Ctrl-C (or the process was asked to terminate); the run is saved.
             FloatingPointError: too many meta-steps in a row had non-finite gradients.
         """
-        self._prepare_folder(resume)
-        self._train()
-        return self._finish()
+        self._make_folder()
+        with _alone(self.folder):
+            self._prepare(resume)
+            self._train()
+            return self._finish()
 
-    def _prepare_folder(self, resume: bool) -> None:
+    def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe = self.folder / f".writable.{os.getpid()}"
@@ -116,6 +118,8 @@ class Trainer:
             raise CheckpointError(
                 f"cannot write to the run folder {self.folder}: {reason}; choose another with run=DIR"
             ) from error
+
+    def _prepare(self, resume: bool) -> None:
         if checkpoint.exists(self.latest):
             if not resume:
                 raise CheckpointError(
@@ -296,6 +300,29 @@ class Trainer:
     def _say(self, message: str) -> None:
         if not self.quiet:
             progress.say(message)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within: no other process trains in this folder. The lock goes with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another process is training in {folder}: wait for it, or choose another folder with run=DIR"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def refuse_other_config(saved: Config, wanted: Config, path: Path) -> None:
