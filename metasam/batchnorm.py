@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 POLICIES = ("batch", "per_step", "frozen")
@@ -47,12 +48,12 @@ def frozen(model: nn.Module | None = None) -> Iterator[None]:
     Args:
         model: whose norms to freeze. None: every norm that is called within, found by a hook as it is called.
     """
-    touched: list[_NormBase] = []
+    touched: list[tuple[_NormBase, list[Tensor | None]]] = []
 
     def freeze(module: nn.Module, args: object = None) -> None:
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             module.track_running_stats = False
-            touched.append(module)
+            touched.append((module, _hide(module)))
 
     hook = None
     if model is None:
@@ -65,8 +66,23 @@ def frozen(model: nn.Module | None = None) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
-        for module in touched:
+        for module, hidden in touched:
             module.track_running_stats = True
+            _show(module, hidden)
+
+
+def _hide(module: _NormBase) -> list[Tensor | None]:
+    """Take the buffers away from an InstanceNorm, which writes to them whatever ``track_running_stats`` says."""
+    if not isinstance(module, _InstanceNorm):
+        return []
+    hidden = [module.running_mean, module.running_var]
+    module.running_mean = module.running_var = None
+    return hidden
+
+
+def _show(module: _NormBase, hidden: list[Tensor | None]) -> None:
+    if hidden:
+        module.running_mean, module.running_var = hidden
 
 
 @contextmanager
@@ -76,9 +92,12 @@ def mode(model: nn.Module, policy: str, *, training: bool) -> Iterator[None]:
     for m, _, tracks in before:
         m.training = policy == "batch" or (policy == "per_step" and training)
         m.track_running_stats = tracks and policy != "batch"
+    hidden = [(m, _hide(m)) for m, _, tracks in before if tracks and policy == "batch"]
     try:
         yield
     finally:
+        for m, buffers in hidden:
+            _show(m, buffers)
         for m, was_training, tracks in before:
             m.training, m.track_running_stats = was_training, tracks
 

@@ -169,6 +169,7 @@ class SharpMAML:
         self.steps = 0
         self.last: Step | None = None
         self._classes: int | None = None
+        self._example_ndim: int | None = None
         self._outer: SharpnessAware | None = None
         self._outer_state: tuple[State | None, int] = None, 0
 
@@ -446,20 +447,38 @@ class SharpMAML:
                     "expected a batch of tasks with a leading task dimension, support x [T, n, ...] and y [T, n] or "
                     f"[T, n, ...], got x {list(x.shape)}, y {list(y.shape)}: pass [task] for a single task"
                 )
+            _check_batch(tasks)
+            self._example_ndim = x.ndim - 2
             batches = [tasks]
         else:
-            given = list(tasks)
+            given = list(tasks) if isinstance(tasks, Iterable) else [tasks]
             strangers = [type(t).__name__ for t in given if not isinstance(t, Task)]
             if strangers or not given:
                 raise ValueError(f"expected a Task or several, got {strangers[0] if strangers else 'none'}")
-            single = [t for t in given if not _is_batch(t)]
+            single = [t for t in given if not self._is_batch(t)]
             if len(single) == len(given) and len({_shapes(t) for t in given}) == 1:
                 batches = [Task.stack(given)]
             else:
-                batches = [t if _is_batch(t) else Task.stack([t]) for t in given]
+                batches = [t if self._is_batch(t) else Task.stack([t]) for t in given]
         for batch in batches:
             _check_batch(batch)
-        return [batch.to(next(self.model.parameters()).device) for batch in batches]
+        device = next(self.model.parameters()).device
+        return [_long_labels(batch).to(device) for batch in batches]
+
+    def _is_batch(self, task: Task) -> bool:
+        """Whether a task among several has a task dimension.
+
+        Class labels tell, ``[n]`` or ``[T, n]``, and so does any batch seen alone before. Failing both, as with images
+        for targets, a batch is what could be one: as many tasks, and as many examples, in x as in y.
+        """
+        (x, y), (_, query_y) = task.support, task.query
+        if not y.is_floating_point() and y.ndim == 1:
+            self._example_ndim = x.ndim - 1
+        if self._example_ndim is not None:
+            return x.ndim == self._example_ndim + 2
+        if y.ndim < 2 or (y.is_floating_point() and x.ndim < 3):
+            return False
+        return len(y) == len(query_y) and x.shape[:2] == y.shape[:2]
 
     @contextmanager
     def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[None]:
@@ -547,10 +566,11 @@ def _slot(sharp: bool, rule: str | Rule, radius: str, rho: float | None, through
     return Plain()
 
 
-def _is_batch(task: Task) -> bool:
-    """Whether a task among several has a task dimension: labels are ``[T, n]``, targets ``[T, n, ...]``."""
-    y = task.support[1]
-    return y.ndim >= (3 if y.is_floating_point() else 2)
+def _long_labels(task: Task) -> Task:
+    """Class labels as int64: losses refuse the smaller integers that labels are often stored in."""
+    (a, b), (c, d) = task.support, task.query
+    small = (torch.uint8, torch.int8, torch.int16)
+    return Task((a, b.long() if b.dtype in small else b), (c, d.long() if d.dtype in small else d))
 
 
 def _shapes(task: Task) -> tuple[torch.Size, ...]:

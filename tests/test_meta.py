@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from metasam import SAM, SharpMAML, Task
 from metasam.meta import VARIANTS
@@ -729,3 +730,104 @@ def test_held_out_tasks_reach_the_outer_rule():
     found = {k: home[k] - p for k, p in params_of(learner.model).items()}
     _, wanted = references.meta_gradient(MLP.model(), MLP.loss_fn, val, references.plain, 0.1, 2)
     assert distance(found, wanted) < 1e-12
+
+
+# what fresh eyes found
+
+
+def _agree(model, task, **settings):
+    """Gradients of the meta-loss on both engines, largest difference; and what auto takes."""
+    found = []
+    for engine in ("higher", "auto"):
+        learner = SharpMAML(model, F.cross_entropy, inner_lr=0.5, inner_steps=2, engine=engine, **settings)
+        model.zero_grad()
+        learner.meta_loss(task).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True)), learner
+
+
+class _Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+
+
+def test_a_padding_word_is_not_trained():
+    torch.manual_seed(0)
+    model = _Words().double()
+    x, y = torch.randint(10, (3, 6, 5)), torch.arange(6).remainder(3).expand(3, 6)
+    x[..., 0] = 0
+    difference, learner = _agree(model, Task((x, y), (x.flip(1), y.flip(1))), variant="none")
+    assert difference < 1e-15
+    assert "Embedding 'words'" in learner.engine_reason
+    assert torch.equal(model.words.weight.grad[0], torch.zeros(4, dtype=torch.float64))
+
+
+def test_a_transformer_layer_trains_and_is_judged():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(2, 6, 3, 4, dtype=torch.float64), torch.arange(6).remainder(3).expand(2, 6)
+    task = Task((x, y), (x + 0.1, y))
+    difference, learner = _agree(model, task, variant="both")
+    assert difference < 1e-12
+    assert learner.engine_used == "vmap"
+    before = torch.backends.mha.get_fastpath_enabled()
+    loss = learner.evaluate(task).loss
+    assert torch.backends.mha.get_fastpath_enabled() == before
+    adapted = learner.adapt(task.unbind()[0])
+    assert F.cross_entropy(adapted(task.query[0][0]), y[0]).item() == pytest.approx(
+        learner.evaluate([task.unbind()[0]]).loss, rel=1e-9
+    )
+    assert loss > 0
+
+
+@pytest.mark.parametrize("engine", ["higher", "vmap"])
+def test_an_instance_norm_that_tracks_does_not_leak(engine):
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(12, 3))
+    before = copy.deepcopy(norm.state_dict())
+    x, y = torch.randn(2, 6, 3, 4), torch.arange(6).remainder(3).expand(2, 6)
+    learner = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="both", engine=engine)
+    learner.step(Task((x, y), (x, y)), torch.optim.SGD(model.parameters(), lr=0.0))
+    learner.evaluate(Task((x, y), (x, y)))
+    assert all(torch.equal(v, before[k]) for k, v in norm.state_dict().items())
+
+
+def test_batches_and_single_tasks_with_images_or_numbers_for_targets_are_told_apart():
+    torch.manual_seed(0)
+    image = torch.randn(4, 6, 1, 8, 8)
+    learner = SharpMAML(nn.Conv2d(1, 1, 3, padding=1), F.mse_loss, inner_lr=0.1, inner_steps=1, variant="low")
+    batch = Task((image, image), (image, image))
+    whole = learner.evaluate(batch)
+    assert learner.evaluate(batch.unbind()).per_task == pytest.approx(whole.per_task, rel=1e-5)
+    assert learner.evaluate([batch, batch]).n == 8
+    flat = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+    x, y = torch.randn(4, 10, 2), torch.randn(4, 10)
+    learner = SharpMAML(flat, F.mse_loss, inner_lr=0.1, inner_steps=1, variant="low", engine="higher")
+    one = learner.evaluate([Task((x, y), (x, y))])
+    assert one.n == 4
+    assert one.loss == pytest.approx(learner.evaluate(Task((x, y), (x, y))).loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_in_small_integers(dtype):
+    torch.manual_seed(0)
+    learner = SharpMAML(nn.Linear(2, 3), F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="none")
+    x, y = torch.randn(2, 6, 2), torch.arange(6).remainder(3).expand(2, 6)
+    wanted = learner.meta_loss(Task((x, y), (x, y)))
+    assert torch.equal(learner.meta_loss(Task((x, y.to(dtype)), (x, y.to(dtype)))), wanted)
+
+
+def test_an_old_style_weight_norm_is_not_taken_by_vmap():
+    with pytest.warns(FutureWarning, match="deprecated"):
+        model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(2, 3)))
+    learner = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="none")
+    x, y = torch.randn(2, 6, 2), torch.arange(6).remainder(3).expand(2, 6)
+    learner.meta_loss(Task((x, y), (x, y)))
+    assert learner.engine_used == "higher"
+    assert "parametrizations.weight_norm" in learner.engine_reason

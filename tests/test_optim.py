@@ -555,3 +555,35 @@ def test_a_gradient_that_spoils_only_the_state_skips_the_step():
     assert optimizer.skipped == 1
     assert torch.equal(w, before)
     assert torch.equal(optimizer.rule_state["d"]["0"], kept)
+
+
+# what fresh eyes found
+
+
+def test_a_base_with_a_setting_of_the_radius_name_is_refused():
+    with pytest.raises(ValueError, match="Adadelta has a setting 'rho' of its own"):
+        SAM(nn.Linear(2, 1).parameters(), torch.optim.Adadelta, rho=0.05)
+
+
+def test_a_radius_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="expected rho to be a number, got rho='a'"):
+        SAM(nn.Linear(2, 1).parameters(), lr=0.1, rho="a")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_instance_norm_that_tracks_counts_a_batch_once(named):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.InstanceNorm1d(3, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(12, 1))
+    twin = copy.deepcopy(model)
+    x = torch.randn(5, 3, 4)
+    optimizer = SAM(model.parameters(), lr=0.1, model=model if named else None)
+
+    def closure():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    twin(x)
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(getattr(model[0], name), getattr(twin[0], name))

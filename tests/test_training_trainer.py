@@ -13,8 +13,17 @@ from metasam import checkpoint
 from metasam.checkpoint import CheckpointError
 from metasam.meta import SharpMAML
 from metasam.tasks import Sinusoid
-from metasam.training import metrics, plots
-from metasam.training.trainer import PATIENCE, RESAMPLED, Interrupted, Trainer, _alone, refuse_other_config
+from metasam.training import assemble, metrics, plots
+from metasam.training.trainer import (
+    PATIENCE,
+    RESAMPLED,
+    Interrupted,
+    Trainer,
+    _alone,
+    _rng_state,
+    _set_rng_state,
+    refuse_other_config,
+)
 from metasam.types import Task
 
 
@@ -310,3 +319,17 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
     make(tmp_path, iterations=1).fit()
     assert (tmp_path / "results.json").exists()
+
+
+def test_numpy_and_random_are_seeded_and_continue():
+    import random
+
+    import numpy as np
+
+    assemble.seed_everything(3)
+    state = _rng_state()
+    drawn = random.random(), np.random.rand(), torch.rand(1)
+    _set_rng_state(state)
+    assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
+    assemble.seed_everything(3)
+    assert (random.random(), np.random.rand(), torch.rand(1)) == drawn

@@ -42,6 +42,13 @@ def _known(loop: InnerLoop) -> str | None:
                 f"{type(module).__name__} {name!r} has no vmap rule; use engine='higher', "
                 "or write the recurrence with nn.Linear"
             )
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return f"Embedding {name!r} would train its padding_idx under vmap; use engine='higher'"
+        if any(type(hook).__name__ == "WeightNorm" for hook in module._forward_pre_hooks.values()):
+            return (
+                f"{type(module).__name__} {name!r} keeps its weight as an attribute (torch.nn.utils.weight_norm); use "
+                "torch.nn.utils.parametrizations.weight_norm, or engine='higher'"
+            )
     if loop.per_step is not None and loop.training:
         return "batchnorm='per_step' writes statistics during the forward; use engine='higher', or batchnorm='batch'"
     return None

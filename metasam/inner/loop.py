@@ -265,8 +265,16 @@ class Engine(Protocol):
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Within: kernels that have no second derivative are not chosen (fused attention; cuDNN's recurrent layers)."""
+    """Within: kernels that have no second derivative, or none in eval mode, are not chosen.
+
+    These are fused attention, the fast path of transformer layers, and cuDNN's recurrent layers.
+    """
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
     cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
-    with sdpa_kernel(SDPBackend.MATH), cudnn:
-        yield
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), cudnn:
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

@@ -43,7 +43,8 @@ class SharpnessAware(Optimizer):
 
     Raises:
         TypeError: ``base`` is no optimizer, is sharpness-aware already, or is LBFGS; ``rule`` is no rule.
-        ValueError: the rule cannot work on these parameters.
+        ValueError: the rule cannot work on these parameters, or the base has a setting of the name of a radius
+            (Adadelta's rho).
     """
 
     base: Optimizer
@@ -62,6 +63,12 @@ class SharpnessAware(Optimizer):
             raise TypeError("expected a base that steps on given gradients; LBFGS evaluates closures of its own")
         if not isinstance(rule, Rule):
             raise TypeError(f"expected a metasam.rules.Rule, got {rule!r}")
+        taken = [k for k in rule.hyper if k in inspect.signature(type(base).__init__).parameters]
+        if taken:
+            raise ValueError(
+                f"{type(base).__name__} has a setting {taken[0]!r} of its own, and so has {type(rule).__name__}: both "
+                "would live in the param groups under one name; choose another base"
+            )
         if model is not None:
             _name(base, model)
         for key in rule.hyper:

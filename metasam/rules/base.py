@@ -21,6 +21,8 @@ from ..types import Descent, Eval, Oracle, Params, State
 def check_radius(rho: Factor, name: str = "rho") -> None:
     """Raise ValueError unless a radius, or each by key, is finite and not negative (tensors are taken as they are)."""
     for r in rho.values() if isinstance(rho, Mapping) else (rho,):
+        if not isinstance(r, int | float | Tensor):
+            raise ValueError(f"expected {name} to be a number, got {name}={r!r}")
         if isinstance(r, int | float) and not (math.isfinite(r) and r >= 0):
             raise ValueError(f"expected {name} >= 0 and finite, got {name}={r}")
 

@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import json
 import math
+import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,19 +34,27 @@ class Parts(NamedTuple):
 def build(config: Config, device: torch.device | str = "cpu") -> Parts:
     """Build the task family, the meta-learner and the optimizer that a config of ``metasam-train`` describes.
 
-    Weights are drawn after ``torch.manual_seed(config["seed"])``.
+    Weights are drawn after `seed_everything` with the config's seed.
 
     Raises:
         ValueError: a value is out of its range, or a target is not found or refuses its arguments.
     """
     check(config)
     family = tasks_of(config)
-    torch.manual_seed(config["seed"])
+    seed_everything(config["seed"])
     node = learner_node(config, family)
     maml = learner(node, device)
     weights = [p for p in maml.model.parameters() if p.requires_grad]
     optimizer = _built("optim", {**config["optim"], "_partial_": True})(weights)
     return Parts(maml, family, optimizer, {**config, "maml": node})
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, and what a network or a task family of the user's own may draw from: ``random`` and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def tasks_of(config: Config) -> TaskFamily:

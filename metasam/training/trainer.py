@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -373,11 +374,15 @@ def _yaml(config: Config) -> str:
 
 def _rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    return {
+    state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "python": [version, list(words), gauss],
     }
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    return state
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:
@@ -386,6 +391,8 @@ def _set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
+    if "numpy" in sys.modules and "numpy" in state:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
 def _status(loss: float, accuracy: float | None) -> str:
