@@ -218,6 +218,7 @@ def test_sweep(call, tmp_path):
         (["ways"], ["expected key=value, got 'ways'"]),
         (["ways=[1"], ["'ways=[1'"]),
         (["ways=1"], ["ways=1"]),
+        (["run="], ["expected run to be a folder, or null"]),
         (["tasks=omniglot", "tasks.root=nowhere"], ["nowhere"]),
         (["tasks=sinusoid", "inner.params=[hd.*]"], ["matches no trainable parameter", "head"]),
         (["tasks=sinusoid", "run=my_tasks.py/x"], ["cannot write to the run folder", "run=DIR"]),

@@ -217,6 +217,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "engine": _one_of("auto", "higher", "vmap"),
     "chunk_size": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
     "threads": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
+    "run": (lambda v: v != "", "a folder, or null"),
     "checkpoint": _one_of("best", "latest"),
     "split": _one_of("train", "validation", "test"),
     "steps": _AT_LEAST_1,

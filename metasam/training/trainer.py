@@ -212,7 +212,7 @@ class Trainer:
             "counts": dict(self.maml.counts),
             "skipped": self.maml.skipped,
         }
-        plots.learning_curve(metrics.read(self.folder), self.folder / "learning_curve.png", describe(self.config))
+        plots.learning_curve(metrics.read(self.folder), self.folder / "learning_curve.png", self._title())
         split = next((s for s in ("test", "validation") if evaluation.has_split(self.family, s)), "train")
         self._say(f"measuring the weights of iteration {self.record['iteration']} on {split} tasks")
         self.maml.load_state_dict(checkpoint.load(self.best, map_location=self.device)["maml"])
@@ -237,6 +237,9 @@ class Trainer:
         }
         write_json(self.folder / "results.json", results)
         return results
+
+    def _title(self) -> str:
+        return describe(self.config if self.family.classification else {**self.config, "ways": None})
 
     def _payload(self, *, slim: bool = False) -> dict[str, Any]:
         """What a checkpoint holds; a slim one is enough to use the weights, not to continue."""
@@ -345,7 +348,7 @@ def describe(config: Config) -> str:
     flat = flatten(config)
     parts = [
         f"{flat['name']}" if "name" in flat else "",
-        f"{flat['ways']}-way {flat['shots']}-shot" if {"ways", "shots"} <= flat.keys() else "",
+        f"{flat['ways']}-way {flat['shots']}-shot" if flat.get("ways") and "shots" in flat else "",
         f"SAM in the loop: {flat['variant']}" if "variant" in flat else "",
         f"seed {flat['seed']}" if "seed" in flat else "",
     ]
