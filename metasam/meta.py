@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from . import batchnorm as norms
-from . import checkpoint, inner
+from . import checkpoint, inner, tree
 from .configure import instantiate
 from .optim import SharpnessAware
 from .rules import Plain, Rule, make
@@ -258,7 +258,7 @@ class SharpMAML:
             for numbers, chunk in chunks:
                 loop = dataclasses.replace(self.loop, stream=self.steps, numbers=[first + n for n in numbers])
                 known = [displacements[n] for n in numbers if n in displacements]
-                given = [_stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
+                given = [tree.stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
                 found = self._adapt(loop, chunk, given=given)
                 if self.loop.keep_eps and not given:
                     for row, n in enumerate(numbers):
@@ -608,10 +608,6 @@ def _chunks(batches: list[Task], size: int | None, part: Part | None) -> Iterato
                 rows = (numbers - first).to(batch.support[1].device)
                 yield numbers.tolist(), batch if len(rows) == _size(batch) else batch.map(lambda t, r=rows: t[r])
         first += _size(batch)
-
-
-def _stack(trees: Sequence[Params]) -> Params:
-    return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}
 
 
 def _accuracy(found: inner.Adapted, batch: Task) -> Tensor | None:

@@ -7,7 +7,7 @@ Every function has two bodies that agree: one tensor at a time, which autograd a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -83,6 +83,11 @@ def mul(a: Params, b: Params) -> Params:
 def detach(tree: Params) -> Params:
     """The same values as constants."""
     return {k: v.detach() for k, v in tree.items()}
+
+
+def stack(trees: Sequence[Params]) -> Params:
+    """Trees of the same keys and shapes as one, with a leading dimension."""
+    return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}
 
 
 def dot(a: Params, b: Params) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import noise
+from .. import noise, tree
 from ..types import Params, Task
 from .loop import Adapted, Constants, InnerLoop, Loss, check_depends
 
@@ -75,10 +75,6 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
     return Adapted(
         torch.stack(losses),
         torch.stack(outputs) if isinstance(outputs[0], Tensor) else (),
-        _stack(adapted),
-        [_stack(steps) for steps in zip(*traces, strict=True)],
+        tree.stack(adapted),
+        [tree.stack(steps) for steps in zip(*traces, strict=True)],
     )
-
-
-def _stack(trees: Sequence[Params]) -> Params:
-    return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}

@@ -24,12 +24,8 @@ from ..types import Params, Task
 from .loop import SGD, Adapted, Constants, InnerLoop, Loss, check_depends
 
 
-class _Outside(torch.autograd.Function):
-    """Losses and gradients of all tasks, from inside vmap, by autograd outside of it.
-
-    ``apply(loss, keys, constants, graph, unused, x, y, *parameters and constants)``: vmap hands `vmap` the stacked
-    tensors one level down, where ordinary autograd records what happens to them.
-    """
+class _LevelDown(torch.autograd.Function):
+    """Something to do for all tasks at once from inside vmap: it hands `vmap` the stacked tensors one level down."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -38,6 +34,13 @@ class _Outside(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         raise RuntimeError("only called under vmap")
+
+
+class _Outside(_LevelDown):
+    """Losses and gradients of all tasks, from inside vmap, by autograd outside of it.
+
+    ``apply(call, *parameters, x, y, *constants)``: one level down ordinary autograd records what happens.
+    """
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *values: Tensor) -> Any:
@@ -81,16 +84,8 @@ def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> 
     return {k: g for k, g in zip(params, grads, strict=True) if k not in call.unused}, value
 
 
-class _Drawn(torch.autograd.Function):
+class _Drawn(_LevelDown):
     """Noise of every task, drawn outside of vmap: ``apply(key, number, index, *like)``."""
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        raise RuntimeError("only called under vmap")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        raise RuntimeError("only called under vmap")
 
     @staticmethod
     def vmap(
