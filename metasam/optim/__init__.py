@@ -28,5 +28,5 @@ from .named import MultiStepSAM as MultiStepSAM
 from .named import RandomSAM as RandomSAM
 from .named import SparseSAM as SparseSAM
 from .named import VaSSO as VaSSO
-from .sharpness_aware import LiveOracle as LiveOracle
+from .oracle import LiveOracle as LiveOracle
 from .sharpness_aware import SharpnessAware as SharpnessAware

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from .. import rules
 from ..perturb import Adaptive, Fisher, Unnormalised
-from ..rules import Sharp
-from .sharpness_aware import Closure, SharpnessAware
+from ..rules import Rule, Sharp
+from .oracle import Closure
+from .sharpness_aware import OPTIONS, SharpnessAware
 
 
 def build_base(params: Any, base: Any, model: nn.Module | None, settings: Mapping[str, Any]) -> Optimizer:
@@ -49,7 +50,15 @@ def build_base(params: Any, base: Any, model: nn.Module | None, settings: Mappin
 Parameters = Optimizer | Iterable[Any] | None
 
 
-class SAM(SharpnessAware):
+class Named(SharpnessAware):
+    """What the named methods share: ``settings`` are the base's, and the options of `SharpnessAware` among them."""
+
+    def __init__(self, rule: Rule, params: Parameters, base: Any, model: nn.Module | None, settings: Any) -> None:
+        options = {k: settings.pop(k) for k in OPTIONS if k in settings}
+        super().__init__(build_base(params, base, model, settings), rule, model=model, **options)
+
+
+class SAM(Named):
     """Sharpness-Aware Minimization (Foret et al. 2021): ``u(grad L(w + rho g/||g||))``; 2 gradient evaluations a step.
 
     Args:
@@ -62,7 +71,7 @@ class SAM(SharpnessAware):
             the losses ``[B]`` of ``x[part]`` and leave backward to the step. None: the whole batch.
         normalise: False is USAM, ``eps = rho g``, whose rho is not comparable.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
 
     Raises:
         TypeError: see `SharpnessAware`.
@@ -82,10 +91,10 @@ class SAM(SharpnessAware):
         **settings: Any,
     ) -> None:
         rule = Sharp(rho, steps=steps, m=m) if normalise else Sharp(rho, Unnormalised(), steps=steps, m=m)
-        super().__init__(build_base(params, base, model, settings), rule, model=model)
+        super().__init__(rule, params, base, model, settings)
 
 
-class ASAM(SharpnessAware):
+class ASAM(Named):
     """Adaptive SAM (Kwon et al. 2021): ``eps = rho T^2 g/||T g||``, ``T = |w| + eta``; 2 gradient evaluations a step.
 
     Args:
@@ -95,7 +104,7 @@ class ASAM(SharpnessAware):
         eta: stabiliser of T.
         only: adapt parameters whose own name contains this, "weight" as the authors do; None adapts all.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
 
     Raises:
         TypeError: see `SharpnessAware`.
@@ -113,10 +122,10 @@ class ASAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), Sharp(rho, Adaptive(eta, only)), model=model)
+        super().__init__(Sharp(rho, Adaptive(eta, only)), params, base, model, settings)
 
 
-class MultiStepSAM(SharpnessAware):
+class MultiStepSAM(Named):
     """SAM with several ascent steps (Foret et al. 2021, appendix C.6): ``steps + 1`` gradient evaluations a step.
 
     Args:
@@ -126,7 +135,7 @@ class MultiStepSAM(SharpnessAware):
         steps: ascent steps.
         step_size: length of one as a fraction of rho; None: ``1/steps``. A longer one is projected back onto the ball.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -140,12 +149,10 @@ class MultiStepSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            build_base(params, base, model, settings), Sharp(rho, steps=steps, step_size=step_size), model=model
-        )
+        super().__init__(Sharp(rho, steps=steps, step_size=step_size), params, base, model, settings)
 
 
-class FisherSAM(SharpnessAware):
+class FisherSAM(Named):
     """Fisher-SAM (Kim et al. 2022): ``eps = rho D g / sqrt(g . D g)``, ``D = 1/(1 + eta g^2)``; 2 gradient evaluations.
 
     Its ellipsoid depends on the scale of the loss: unscale gradients before, and tune rho and eta together.
@@ -156,7 +163,7 @@ class FisherSAM(SharpnessAware):
         rho: radius, the paper's gamma.
         eta: how much the Fisher information shrinks a direction; 0 is SAM.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -169,10 +176,10 @@ class FisherSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), Sharp(rho, Fisher(eta)), model=model)
+        super().__init__(Sharp(rho, Fisher(eta)), params, base, model, settings)
 
 
-class LookbehindSAM(SharpnessAware):
+class LookbehindSAM(Named):
     """Lookbehind (Mordido et al. 2024), see `metasam.rules.Lookbehind`; ``steps + 1`` gradient evaluations a step.
 
     Args:
@@ -182,7 +189,7 @@ class LookbehindSAM(SharpnessAware):
         steps: the paper's k.
         keep: the paper's alpha, how much of the way to keep; None: adaptive, by tensor.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -196,10 +203,10 @@ class LookbehindSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.Lookbehind(rho, steps, keep), model=model)
+        super().__init__(rules.Lookbehind(rho, steps, keep), params, base, model, settings)
 
 
-class LookSAM(SharpnessAware):
+class LookSAM(Named):
     """LookSAM (Liu et al. 2022), see `metasam.rules.LookSAM`; ``1 + 1/every`` gradient evaluations a step.
 
     Args:
@@ -209,7 +216,7 @@ class LookSAM(SharpnessAware):
         every: the paper's k.
         reuse: the paper's alpha.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -223,10 +230,10 @@ class LookSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.LookSAM(rho, every, reuse), model=model)
+        super().__init__(rules.LookSAM(rho, every, reuse), params, base, model, settings)
 
 
-class GSAM(SharpnessAware):
+class GSAM(Named):
     """Surrogate gap guided SAM (Zhuang et al. 2022), see `metasam.rules.GSAM`; 2 gradient evaluations a step.
 
     Args:
@@ -235,7 +242,7 @@ class GSAM(SharpnessAware):
         rho: radius.
         gap: the paper's alpha; 0 is SAM.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -248,10 +255,10 @@ class GSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.GSAM(rho, gap), model=model)
+        super().__init__(rules.GSAM(rho, gap), params, base, model, settings)
 
 
-class FriendlySAM(SharpnessAware):
+class FriendlySAM(Named):
     """Friendly-SAM (Li et al. 2024), see `metasam.rules.FriendlySAM`; 2 gradient evaluations a step.
 
     Args:
@@ -261,7 +268,7 @@ class FriendlySAM(SharpnessAware):
         sigma: how much of the running mean gradient to take out of the ascent direction; 0 is SAM.
         decay: the paper's lambda.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -275,10 +282,10 @@ class FriendlySAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.FriendlySAM(rho, sigma, decay), model=model)
+        super().__init__(rules.FriendlySAM(rho, sigma, decay), params, base, model, settings)
 
 
-class VaSSO(SharpnessAware):
+class VaSSO(Named):
     """VaSSO (Li & Giannakis 2023), see `metasam.rules.VaSSO`; 2 gradient evaluations a step.
 
     Args:
@@ -287,7 +294,7 @@ class VaSSO(SharpnessAware):
         rho: radius.
         theta: weight of the newest gradient in the ascent direction; 1 is SAM.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -300,10 +307,10 @@ class VaSSO(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.VaSSO(rho, theta), model=model)
+        super().__init__(rules.VaSSO(rho, theta), params, base, model, settings)
 
 
-class MomentumSAM(SharpnessAware):
+class MomentumSAM(Named):
     """Momentum-SAM (Becker et al. 2024), see `metasam.rules.MomentumSAM`; 1 gradient evaluation a step.
 
     Args:
@@ -311,7 +318,7 @@ class MomentumSAM(SharpnessAware):
         base: class of the base optimizer, one with momentum.
         rho: radius.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
 
     Raises:
         ValueError: at the second step, the base keeps no momentum.
@@ -326,10 +333,10 @@ class MomentumSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.MomentumSAM(rho), model=model)
+        super().__init__(rules.MomentumSAM(rho), params, base, model, settings)
 
 
-class WSAM(SharpnessAware):
+class WSAM(Named):
     """WSAM (Yue et al. 2023), see `metasam.rules.WSAM`; 2 gradient evaluations a step.
 
     Args:
@@ -339,7 +346,7 @@ class WSAM(SharpnessAware):
         gamma: weight of sharpness; 0.5 is SAM where coupled.
         decouple: keep the sharpness term out of the base optimizer's momentum and preconditioner.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -353,10 +360,10 @@ class WSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(build_base(params, base, model, settings), rules.WSAM(rho, gamma, decouple), model=model)
+        super().__init__(rules.WSAM(rho, gamma, decouple), params, base, model, settings)
 
 
-class AgnosticSAM(SharpnessAware):
+class AgnosticSAM(Named):
     """Agnostic-SAM (Nguyen et al. 2024), see `metasam.rules.Agnostic`; 2 gradient evaluations, 2 of validation data.
 
     Args:
@@ -368,7 +375,7 @@ class AgnosticSAM(SharpnessAware):
             printed form, with 1 evaluation of the validation batch.
         val_momentum: weight of the past in a running mean of the validation gradient.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -383,11 +390,7 @@ class AgnosticSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            build_base(params, base, model, settings),
-            rules.Agnostic(rho_train, rho_val, lookahead, val_momentum),
-            model=model,
-        )
+        super().__init__(rules.Agnostic(rho_train, rho_val, lookahead, val_momentum), params, base, model, settings)
 
     def step(self, closure: Closure | None = None, val_closure: Closure | None = None, **others: Closure) -> Any:
         """One step; returns the training loss at the undisplaced weights, detached.
@@ -407,7 +410,7 @@ class AgnosticSAM(SharpnessAware):
         return super().step(closure, **others)
 
 
-class RandomSAM(SharpnessAware):
+class RandomSAM(Named):
     """R-SAM (Liu et al. 2022), see `metasam.rules.RandomSAM`; 2 gradient evaluations a step.
 
     Args:
@@ -418,7 +421,7 @@ class RandomSAM(SharpnessAware):
         pull: the paper's lambda, weight of the gradient beside the noise.
         noise_seed: of the noise.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -433,12 +436,10 @@ class RandomSAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            build_base(params, base, model, settings), rules.RandomSAM(rho, sigma, pull, noise_seed), model=model
-        )
+        super().__init__(rules.RandomSAM(rho, sigma, pull, noise_seed), params, base, model, settings)
 
 
-class RWP(SharpnessAware):
+class RWP(Named):
     """Random weight perturbation (Li et al. 2024), see `metasam.rules.RWP`; 2 gradient evaluations a step.
 
     Args:
@@ -449,7 +450,7 @@ class RWP(SharpnessAware):
         second: "train", both gradients of one batch, or "val", of another: ``step(closure, val=other_closure)``.
         noise_seed: of the noise.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -464,12 +465,10 @@ class RWP(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            build_base(params, base, model, settings), rules.RWP(rho, mix, second, noise_seed), model=model
-        )
+        super().__init__(rules.RWP(rho, mix, second, noise_seed), params, base, model, settings)
 
 
-class ESAM(SharpnessAware):
+class ESAM(Named):
     """ESAM (Du et al. 2022), see `metasam.rules.ESAM`; ``1 + select`` gradient evaluations and a forward a step.
 
     With ``select < 1`` the closure must take parts, see ``m`` of `SAM`.
@@ -482,7 +481,7 @@ class ESAM(SharpnessAware):
         select: the paper's gamma, the share of the batch to descend on.
         noise_seed: of the masks.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -497,12 +496,10 @@ class ESAM(SharpnessAware):
         model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            build_base(params, base, model, settings), rules.ESAM(rho, keep, select, noise_seed), model=model
-        )
+        super().__init__(rules.ESAM(rho, keep, select, noise_seed), params, base, model, settings)
 
 
-class SparseSAM(SharpnessAware):
+class SparseSAM(Named):
     """Sparse SAM (Mi et al. 2022), see `metasam.rules.SparseSAM`; 2 gradient evaluations a step.
 
     With ``criterion="fisher"`` and ``samples > 0`` the closure must take parts, see ``m`` of `SAM`.
@@ -519,7 +516,7 @@ class SparseSAM(SharpnessAware):
         horizon: steps until it replaces nothing any more.
         noise_seed: of the random choices.
         model: see `SharpnessAware`.
-        settings: keyword arguments of ``base``.
+        settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """
 
     def __init__(
@@ -539,7 +536,9 @@ class SparseSAM(SharpnessAware):
         **settings: Any,
     ) -> None:
         super().__init__(
-            build_base(params, base, model, settings),
             rules.SparseSAM(rho, sparsity, criterion, refresh, samples, drop, horizon, noise_seed),
-            model=model,
+            params,
+            base,
+            model,
+            settings,
         )

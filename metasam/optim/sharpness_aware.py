@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import batchnorm, noise, tree
+from .. import tree
 from ..rules import DirectionRule, Rule
-from ..types import Eval, Params, Part, State
+from ..types import Params, State
+from .oracle import Closure, LiveDescent, LiveOracle, copy, put
 
-Closure = Callable[..., Any]
-"""``closure() -> loss``: clears gradients or not, computes the loss, calls backward. Or ``closure(part=None)``, which
-returns the losses ``[B]`` of the examples of a slice or index tensor (None: all): the step takes their mean and calls
-backward. Rules that evaluate parts of a batch need the second form."""
+OPTIONS: tuple[str, ...] = ()
+"""Keywords of `SharpnessAware` that the named methods pass on."""
 
 
 class SharpnessAware(Optimizer):
@@ -53,6 +51,9 @@ class SharpnessAware(Optimizer):
     model: nn.Module | None
     skipped: int
     """Steps skipped because a gradient was not finite."""
+    counts: dict[str, float]
+    """Evaluations so far, in batches of their stream: gradients by its name ("train", "val"), forwards as "forward";
+    parts of a batch count their fraction, the closure's own accumulation counts as one."""
 
     def __init__(self, base: Optimizer, rule: Rule, *, model: nn.Module | None = None) -> None:
         if not isinstance(base, Optimizer):
@@ -76,7 +77,7 @@ class SharpnessAware(Optimizer):
             for group in base.param_groups:
                 group.setdefault(key, getattr(rule, key))
         # Optimizer.__init__ would give us groups of our own; __setstate__ only prepares its hooks
-        self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0})
+        self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0, "counts": {}})
         rule.init(self._live())
 
     @property
@@ -95,7 +96,7 @@ class SharpnessAware(Optimizer):
         return self.base.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("base", "rule", "rule_state", "model", "skipped")}
+        return {k: self.__dict__[k] for k in ("base", "rule", "rule_state", "model", "skipped", "counts")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -172,14 +173,14 @@ class SharpnessAware(Optimizer):
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
                 commit = _is_finite(grads, state)
-                _put(live, grads if commit else {})
+                put(live, grads if commit else {})
                 if commit:
                     self.base.step()
             else:
                 moved, state = rule(at, LiveDescent(self.base, live, at), params, state)
                 commit = at.finite and _is_finite(moved, state)
                 if commit:
-                    _copy(live, moved)
+                    copy(live, moved)
         if commit:
             self.rule_state = state
         else:
@@ -190,7 +191,7 @@ class SharpnessAware(Optimizer):
         """The base's ``state_dict`` with the rule's state in it: tensors as ``rule.<slot>``, numbers in group 0."""
         packed = self.base.state_dict()
         packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
-        numbers: dict[str, Any] = {"rule.skipped": self.skipped}
+        numbers: dict[str, Any] = {"rule.skipped": self.skipped, "rule.counts": dict(self.counts)}
         ids = dict(zip(self._all_keys(), (i for g in packed["param_groups"] for i in g["params"]), strict=True))
         for slot, value in (self.rule_state or {}).items():
             if isinstance(value, dict):
@@ -221,6 +222,7 @@ class SharpnessAware(Optimizer):
         state = {**state_dict, "state": {k: v for k, v in plain.items() if v}, "param_groups": groups}
         self.base.load_state_dict(state)
         self.skipped = numbers.pop("rule.skipped", 0)
+        self.counts = dict(numbers.pop("rule.counts", {}))
         if not numbers or numbers.pop("rule.fresh", False):
             self.rule_state = None
             return
@@ -235,131 +237,6 @@ class SharpnessAware(Optimizer):
                 self.rule_state[name[5:]] = value
 
 
-class LiveOracle:
-    """`metasam.types.Oracle` on live weights: displace, call the user's closure, take the gradients, put back."""
-
-    def __init__(self, optimizer: SharpnessAware, live: Params, closures: Mapping[str, Closure]) -> None:
-        self.optimizer, self.live, self.closures = optimizer, live, closures
-        self.first_loss: Any = None
-        self.counted = False
-        self.finite = True
-        self.separate: set[str] = set()
-
-    def __call__(
-        self,
-        eps: Params | None = None,
-        on: str = "train",
-        *,
-        part: Part | None = None,
-        local: bool = False,
-        grad: bool = True,
-        graph: bool = True,
-    ) -> Eval:
-        closure = self.closures.get(on)
-        if closure is None:
-            raise TypeError(f"{self.optimizer.rule} asks for the loss on {on!r}: call step(closure, {on}=...)")
-        with ExitStack() as stack:
-            if eps:
-                stack.enter_context(self._moved(eps))
-            # the first evaluation of the batch counts it, at undisplaced weights unless the rule never goes there
-            counts = on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
-            if not counts:
-                stack.enter_context(batchnorm.frozen(self.optimizer.model))
-            for p in self.live.values():
-                p.grad = None
-            loss, losses = self._evaluate(closure, on, part, grad)
-            value = torch.as_tensor(float("nan") if loss is None else loss).detach()
-            if counts:
-                self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
-            grads = self._take() if grad else {}
-            # a rule that descends on its own moves the base's state at once: it must know before
-            if not isinstance(self.optimizer.rule, DirectionRule):
-                self.finite = self.finite and tree.is_finite(grads)
-            return Eval(value, grads, losses)
-
-    def _evaluate(self, closure: Closure, on: str, part: Part | None, grad: bool) -> tuple[Any, Tensor | None]:
-        """Call the closure: its loss, and the losses of the examples where it gave them."""
-        if part is not None and not _takes_part(closure):
-            raise TypeError(f"{self.optimizer.rule} evaluates parts of a batch: {_PART}")
-        # whether the closure leaves backward to us is known once it has been called
-        with torch.set_grad_enabled(grad or on not in self.separate), tree.fused(False):
-            loss = closure() if part is None else closure(part=part)
-            if not isinstance(loss, Tensor) or loss.ndim == 0:
-                return loss, None
-            if loss.ndim > 1:
-                raise TypeError(f"expected a closure that returns a scalar or losses [B], got shape {list(loss.shape)}")
-            mean = loss.mean()
-            if mean.requires_grad:
-                self.separate.add(on)
-                if grad:
-                    mean.backward()
-        return mean.detach(), loss.detach()
-
-    def noise(self, like: Params, *key: int) -> Params:
-        return noise.normal(like, *key)
-
-    @contextmanager
-    def _moved(self, eps: Params) -> Iterator[None]:
-        """The live weights at ``+ eps``, and afterwards where they were: copied back, since ``(w + e) - e != w``."""
-        targets = [self.live[k] for k in eps]
-        home = [p.detach().clone() for p in targets]
-        try:
-            torch._foreach_add_(targets, list(eps.values()))
-            # autocast keeps low-precision copies of the weights, which would hide the displacement
-            torch.clear_autocast_cache()
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, home)
-            torch.clear_autocast_cache()
-
-    def _take(self) -> Params:
-        taken = {k: p.grad for k, p in self.live.items() if p.grad is not None}
-        for p in self.live.values():
-            p.grad = None
-        return taken
-
-
-_PART = (
-    "write closure(part=None) that returns the losses [B] of x[part], all of them for None, and leaves backward to step"
-)
-
-
-def _takes_part(closure: Closure) -> bool:
-    parameters = inspect.signature(closure).parameters.values()
-    return any(p.name == "part" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-class LiveDescent:
-    """`metasam.types.Descent` by the base optimizer: the live weights are put back, the base's state moves on."""
-
-    def __init__(self, base: Optimizer, live: Params, at: LiveOracle) -> None:
-        self.base, self.live, self.at = base, live, at
-
-    def __call__(self, params: Params, grads: Params) -> Params:
-        home = {k: p.detach().clone() for k, p in self.live.items()}
-        try:
-            _copy(self.live, params)
-            # not once something was not finite: the step will be skipped, and the base's state is to stay
-            if self.at.finite:
-                _put(self.live, grads)
-                self.base.step()
-            return {k: p.detach().clone() for k, p in self.live.items()}
-        finally:
-            _copy(self.live, home)
-
-    def lr(self, key: str) -> float:
-        """Learning rate of the group that holds parameter ``key``."""
-        return next(g["lr"] for g in self.base.param_groups if any(p is self.live[key] for p in g["params"]))
-
-    def momentum(self, params: Params) -> Params | None:
-        """Momentum buffers (SGD) or first moments (Adam), copied; None before the first update."""
-        slots = ("momentum_buffer", "exp_avg")
-        states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
-        found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
-        return found or None
-
-
 def _within(state: State, live: Params) -> State:
     """The state without what it remembers of parameters that are frozen by now."""
     return {n: {k: t for k, t in v.items() if k in live} if isinstance(v, dict) else v for n, v in state.items()}
@@ -369,15 +246,6 @@ def _is_finite(values: Params, state: State) -> bool:
     """Whether a step may be taken: an evaluation that leaves no trace in the direction can still spoil the state."""
     slots = [v for v in state.values() if isinstance(v, dict)]
     return all(tree.is_finite(t) for t in (values, *slots))
-
-
-def _put(live: Params, grads: Params) -> None:
-    for k, p in live.items():
-        p.grad = grads.get(k)
-
-
-def _copy(live: Params, values: Params) -> None:
-    torch._foreach_copy_([p.detach() for p in live.values()], [values[k] for k in live])
 
 
 def _name(base: Optimizer, model: nn.Module) -> None:

@@ -1,0 +1,171 @@
+"""The live runtime's two callables: what a rule evaluates, and what it descends with, on the weights themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import batchnorm, noise, tree
+from ..rules import DirectionRule
+from ..types import Eval, Params, Part
+
+if TYPE_CHECKING:
+    from .sharpness_aware import SharpnessAware
+
+Closure = Callable[..., Any]
+"""``closure() -> loss``: clears gradients or not, computes the loss, calls backward. Or ``closure(part=None)``, which
+returns the losses ``[B]`` of the examples of a slice or index tensor (None: all): the step takes their mean and calls
+backward. Rules that evaluate parts of a batch need the second form."""
+
+
+class LiveOracle:
+    """`metasam.types.Oracle` on live weights: displace, call the user's closure, take the gradients, put back."""
+
+    def __init__(self, optimizer: SharpnessAware, live: Params, closures: Mapping[str, Closure]) -> None:
+        self.optimizer, self.live, self.closures = optimizer, live, closures
+        self.first_loss: Any = None
+        self.counted = False
+        self.finite = True
+        self.separate: set[str] = set()
+        self.sizes: dict[str, int] = {}  # examples of a batch, once seen whole
+
+    def __call__(
+        self,
+        eps: Params | None = None,
+        on: str = "train",
+        *,
+        part: Part | None = None,
+        local: bool = False,
+        grad: bool = True,
+        graph: bool = True,
+    ) -> Eval:
+        closure = self.closures.get(on)
+        if closure is None:
+            raise TypeError(f"{self.optimizer.rule} asks for the loss on {on!r}: call step(closure, {on}=...)")
+        with ExitStack() as stack:
+            if eps:
+                stack.enter_context(self._moved(eps))
+            # the first evaluation of the batch counts it, at undisplaced weights unless the rule never goes there
+            counts = on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
+            if not counts:
+                stack.enter_context(batchnorm.frozen(self.optimizer.model))
+            for p in self.live.values():
+                p.grad = None
+            loss, losses = self._evaluate(closure, on, part, grad)
+            value = torch.as_tensor(float("nan") if loss is None else loss).detach()
+            if counts:
+                self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
+            grads = self._take() if grad else {}
+            # a rule that descends on its own moves the base's state at once: it must know before
+            if not isinstance(self.optimizer.rule, DirectionRule):
+                self.finite = self.finite and tree.is_finite(grads)
+            self._count(on, part, losses, grad)
+            return Eval(value, grads, losses)
+
+    def _count(self, on: str, part: Part | None, losses: Tensor | None, grad: bool) -> None:
+        counts, fraction = self.optimizer.counts, 1.0
+        if losses is not None and part is None:
+            self.sizes[on] = losses.numel()
+        elif losses is not None and on in self.sizes:
+            fraction = losses.numel() / self.sizes[on]
+        kind = on if grad or on not in self.separate else "forward"
+        counts[kind] = counts.get(kind, 0.0) + fraction
+
+    def _evaluate(self, closure: Closure, on: str, part: Part | None, grad: bool) -> tuple[Any, Tensor | None]:
+        """Call the closure: its loss, and the losses of the examples where it gave them."""
+        if part is not None and not _takes_part(closure):
+            raise TypeError(f"{self.optimizer.rule} evaluates parts of a batch: {_PART}")
+        # whether the closure leaves backward to us is known once it has been called
+        with torch.set_grad_enabled(grad or on not in self.separate), tree.fused(False):
+            loss = closure() if part is None else closure(part=part)
+            if not isinstance(loss, Tensor) or loss.ndim == 0:
+                return loss, None
+            if loss.ndim > 1:
+                raise TypeError(f"expected a closure that returns a scalar or losses [B], got shape {list(loss.shape)}")
+            mean = loss.mean()
+            if mean.requires_grad:
+                self.separate.add(on)
+                if grad:
+                    mean.backward()
+        return mean.detach(), loss.detach()
+
+    def noise(self, like: Params, *key: int) -> Params:
+        return noise.normal(like, *key)
+
+    @contextmanager
+    def _moved(self, eps: Params) -> Iterator[None]:
+        """The live weights at ``+ eps``, and afterwards where they were: copied back, since ``(w + e) - e != w``."""
+        targets = [self.live[k] for k in eps]
+        home = [p.detach().clone() for p in targets]
+        try:
+            torch._foreach_add_(targets, list(eps.values()))
+            # autocast keeps low-precision copies of the weights, which would hide the displacement
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, home)
+            torch.clear_autocast_cache()
+
+    def _take(self) -> Params:
+        taken = {k: p.grad for k, p in self.live.items() if p.grad is not None}
+        for p in self.live.values():
+            p.grad = None
+        return taken
+
+
+_PART = (
+    "write closure(part=None) that returns the losses [B] of x[part], all of them for None, and leaves backward to step"
+)
+
+
+def _takes_part(closure: Closure) -> bool:
+    parameters = inspect.signature(closure).parameters.values()
+    return any(p.name == "part" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+class LiveDescent:
+    """`metasam.types.Descent` by the base optimizer: the live weights are put back, the base's state moves on."""
+
+    def __init__(self, base: Optimizer, live: Params, at: LiveOracle) -> None:
+        self.base, self.live, self.at = base, live, at
+
+    def __call__(self, params: Params, grads: Params) -> Params:
+        home = {k: p.detach().clone() for k, p in self.live.items()}
+        try:
+            copy(self.live, params)
+            # not once something was not finite: the step will be skipped, and the base's state is to stay
+            if self.at.finite:
+                put(self.live, grads)
+                self.base.step()
+            return {k: p.detach().clone() for k, p in self.live.items()}
+        finally:
+            copy(self.live, home)
+
+    def lr(self, key: str) -> float:
+        """Learning rate of the group that holds parameter ``key``."""
+        return next(g["lr"] for g in self.base.param_groups if any(p is self.live[key] for p in g["params"]))
+
+    def momentum(self, params: Params) -> Params | None:
+        """Momentum buffers (SGD) or first moments (Adam), copied; None before the first update."""
+        slots = ("momentum_buffer", "exp_avg")
+        states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
+        found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
+        return found or None
+
+
+def put(live: Params, grads: Params) -> None:
+    """Set the gradients; None where there is none."""
+    for k, p in live.items():
+        p.grad = grads.get(k)
+
+
+def copy(live: Params, values: Params) -> None:
+    """Set the weights."""
+    torch._foreach_copy_([p.detach() for p in live.values()], [values[k] for k in live])
