@@ -7,7 +7,8 @@
 
 Families: `Sinusoid` (needs nothing), `Glyphs` (letters out of matplotlib's fonts, no download), `Omniglot`,
 `OmniglotOneShot`, and `ImageEpisodes` for images of one's own. Anything with the members of `TaskFamily` can stand
-in for them. Pillow, matplotlib and torchvision are imported when a family needs them.
+in for them. Ordinary supervised training takes a `Supervised`, see `metasam.tasks.supervised`. Pillow, matplotlib,
+torchvision and scikit-learn are imported when a source needs them.
 """
 
 from metasam.tasks.baselines import modified_hausdorff_nearest_neighbour, pixel_nearest_neighbour
@@ -16,6 +17,7 @@ from metasam.tasks.family import SPLITS, TaskFamily
 from metasam.tasks.glyphs import Glyphs
 from metasam.tasks.omniglot import Omniglot, OmniglotOneShot
 from metasam.tasks.sinusoid import Sinusoid
+from metasam.tasks.streams import Supervised
 
 __all__ = [
     "SPLITS",
@@ -26,6 +28,7 @@ __all__ = [
     "Omniglot",
     "OmniglotOneShot",
     "Sinusoid",
+    "Supervised",
     "TaskFamily",
     "modified_hausdorff_nearest_neighbour",
     "pixel_nearest_neighbour",
