@@ -1,15 +1,12 @@
-"""The small networks of the few-shot literature, as plain modules.
-
-Each has a body that makes features and a linear ``head``, so that ``inner_params=["head.*"]`` adapts the head alone
-(ANIL, Raghu et al. 2020). ``torch.manual_seed`` before the call fixes the weights.
-"""
+"""The small networks of the few-shot literature."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch import nn
+
+from .parts import check_sizes, with_head
 
 
 def mlp(input: int, output: int, hidden: Sequence[int] = (40, 40)) -> nn.Sequential:
@@ -25,11 +22,11 @@ def mlp(input: int, output: int, hidden: Sequence[int] = (40, 40)) -> nn.Sequent
     torch.Size([10, 1])
     """
     widths = [input, *hidden]
-    _check(input=input, output=output, **{f"hidden[{i}]": h for i, h in enumerate(hidden)})
+    check_sizes(input=input, output=output, **{f"hidden[{i}]": h for i, h in enumerate(hidden)})
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in zip(widths, hidden, strict=False):
         layers += [nn.Linear(before, after), nn.ReLU()]
-    return _with_head(layers, widths[-1], output)
+    return with_head(layers, widths[-1], output)
 
 
 def conv4(in_channels: int, ways: int, hidden: int = 64, image_size: int = 28) -> nn.Sequential:
@@ -46,14 +43,14 @@ def conv4(in_channels: int, ways: int, hidden: int = 64, image_size: int = 28) -
     >>> net(torch.zeros(2, 3, 84, 84)).shape, net.head.in_features
     (torch.Size([2, 5]), 800)
     """
-    _check(in_channels=in_channels, ways=ways, hidden=hidden, image_size=image_size)
+    check_sizes(in_channels=in_channels, ways=ways, hidden=hidden, image_size=image_size)
     if image_size < 16:
         raise ValueError(
             f"expected images of at least 16 x 16, as they are halved four times; got image_size={image_size}: "
             "use metasam.models.mlp or strided_conv"
         )
     blocks = [_block(i, o, nn.MaxPool2d(2)) for i, o in _channels(in_channels, hidden)]
-    return _with_head([*blocks, nn.Flatten()], hidden * (image_size // 16) ** 2, ways)
+    return with_head([*blocks, nn.Flatten()], hidden * (image_size // 16) ** 2, ways)
 
 
 def strided_conv(in_channels: int, ways: int, hidden: int = 64) -> nn.Sequential:
@@ -70,9 +67,9 @@ def strided_conv(in_channels: int, ways: int, hidden: int = 64) -> nn.Sequential
     >>> strided_conv(1, 20, hidden=32)(torch.zeros(4, 1, 28, 28)).shape
     torch.Size([4, 20])
     """
-    _check(in_channels=in_channels, ways=ways, hidden=hidden)
+    check_sizes(in_channels=in_channels, ways=ways, hidden=hidden)
     blocks = [_block(i, o, stride=2) for i, o in _channels(in_channels, hidden)]
-    return _with_head([*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()], hidden, ways)
+    return with_head([*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()], hidden, ways)
 
 
 def _channels(in_channels: int, hidden: int) -> list[tuple[int, int]]:
@@ -81,13 +78,3 @@ def _channels(in_channels: int, hidden: int) -> list[tuple[int, int]]:
 
 def _block(before: int, after: int, *pool: nn.Module, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(before, after, 3, stride=stride, padding=1), nn.BatchNorm2d(after), nn.ReLU(), *pool)
-
-
-def _with_head(layers: list[nn.Module], features: int, output: int) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(body=nn.Sequential(*layers), head=nn.Linear(features, output)))
-
-
-def _check(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"expected {name} to be a whole number of at least 1, got {name}={size!r}")
