@@ -231,7 +231,9 @@ class SharpMAML:
                 name = type(self.outer_rule).__name__
                 raise TypeError(f"{name} in the outer loop asks for held-out tasks: step(..., val_tasks=...)")
             held_out = [] if val_tasks is None else self._batches(val_tasks)
-            others = {"val": self._closure(held_out, first=sum(map(_size, batches)))[0]} if held_out else {}
+            others: dict[str, Any] = {}
+            if held_out:
+                others["val"] = self._closure(held_out, first=sum(map(_size, batches)))[0]
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
         self.steps += 1

@@ -268,6 +268,7 @@ def test_in_the_limit_it_is_sam_up_to_rounding(make, base):
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:adding to bfloat16 weights")  # the noise of R-SAM is below their rounding
 def test_without_a_radius_it_is_the_base_to_the_last_bit(make, dtype, base):
     # LookSAM: g_v is what rounding leaves of g_s - g, and normalising that would add 0.7 ||g|| in its direction
     model = MLP.model(dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import rules
@@ -392,12 +393,20 @@ class AgnosticSAM(Named):
     ) -> None:
         super().__init__(rules.Agnostic(rho_train, rho_val, lookahead, val_momentum), params, base, model, settings)
 
-    def step(self, closure: Closure | None = None, val_closure: Closure | None = None, **others: Closure) -> Any:
+    def step(
+        self,
+        closure: Closure | None = None,
+        val_closure: Closure | None = None,
+        *,
+        scaler: GradScaler | None = None,
+        **others: Closure,
+    ) -> Any:
         """One step; returns the training loss at the undisplaced weights, detached.
 
         Args:
             closure: evaluates the training batch and calls backward.
             val_closure: the same for a validation batch, held out or drawn again from the training set.
+            scaler: see `SharpnessAware.step`.
             others: closures by name; ``val=`` is ``val_closure=``.
 
         Raises:
@@ -407,7 +416,7 @@ class AgnosticSAM(Named):
             others["val"] = val_closure
         elif closure is not None and "val" not in others:
             raise TypeError("expected step(closure, val_closure), got no val_closure: it evaluates a validation batch")
-        return super().step(closure, **others)
+        return super().step(closure, scaler=scaler, **others)
 
 
 class RandomSAM(Named):

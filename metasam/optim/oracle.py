@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import batchnorm, noise, tree
 from ..rules import DirectionRule
 from ..types import Eval, Params, Part
+from .rng import Replay
+from .scaling import Sparsity, Unscaling, clipped, put, warn_if_swallowed
 
 if TYPE_CHECKING:
     from .sharpness_aware import SharpnessAware
@@ -27,8 +30,16 @@ backward. Rules that evaluate parts of a batch need the second form."""
 class LiveOracle:
     """`metasam.types.Oracle` on live weights: displace, call the user's closure, take the gradients, put back."""
 
-    def __init__(self, optimizer: SharpnessAware, live: Params, closures: Mapping[str, Closure]) -> None:
-        self.optimizer, self.live, self.closures = optimizer, live, closures
+    def __init__(
+        self,
+        optimizer: SharpnessAware,
+        live: Params,
+        closures: Mapping[str, Closure],
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.optimizer, self.live, self.closures, self.scaler = optimizer, live, closures, scaler
+        self.unscaling = None if scaler is None else Unscaling(scaler, optimizer)
+        self.sparsity, self.replay = Sparsity(), Replay()
         self.first_loss: Any = None
         self.counted = False
         self.finite = True
@@ -55,8 +66,9 @@ class LiveOracle:
             counts = on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
             if not counts:
                 stack.enter_context(batchnorm.frozen(self.optimizer.model))
-            for p in self.live.values():
-                p.grad = None
+            if self.optimizer.same_noise:
+                stack.enter_context(self.replay(on, part))
+            put(self.live, {})
             loss, losses = self._evaluate(closure, on, part, grad)
             value = torch.as_tensor(float("nan") if loss is None else loss).detach()
             if counts:
@@ -92,7 +104,7 @@ class LiveOracle:
             if mean.requires_grad:
                 self.separate.add(on)
                 if grad:
-                    mean.backward()
+                    (mean if self.scaler is None else self.scaler.scale(mean)).backward()
         return mean.detach(), loss.detach()
 
     def noise(self, like: Params, *key: int) -> Params:
@@ -107,6 +119,8 @@ class LiveOracle:
             torch._foreach_add_(targets, list(eps.values()))
             # autocast keeps low-precision copies of the weights, which would hide the displacement
             torch.clear_autocast_cache()
+            if not self.optimizer.arrives:
+                self.optimizer.arrives = warn_if_swallowed(targets, home, list(eps.values()))
             yield
         finally:
             with torch.no_grad():
@@ -115,9 +129,20 @@ class LiveOracle:
 
     def _take(self) -> Params:
         taken = {k: p.grad for k, p in self.live.items() if p.grad is not None}
-        for p in self.live.values():
-            p.grad = None
-        return taken
+        put(self.live, {})
+        if self.unscaling is not None:
+            taken = self.unscaling(self.live, taken)
+        return self.sparsity.dense(taken)
+
+    def put(self, grads: Params) -> None:
+        """Set the gradients that the base descends along."""
+        if self.optimizer.clip is not None:
+            grads = clipped(grads, self.optimizer.clip)
+        put(self.live, self.sparsity.restore(grads))
+
+    def passed(self) -> bool:
+        """Whether every pass so far was finite, as far as anybody looked: the scaler, or `finite`."""
+        return (self.unscaling is None or self.unscaling.passed()) and self.finite
 
 
 _PART = (
@@ -142,7 +167,7 @@ class LiveDescent:
             copy(self.live, params)
             # not once something was not finite: the step will be skipped, and the base's state is to stay
             if self.at.finite:
-                put(self.live, grads)
+                self.at.put(grads)
                 self.base.step()
             return {k: p.detach().clone() for k, p in self.live.items()}
         finally:
@@ -158,12 +183,6 @@ class LiveDescent:
         states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
         found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
         return found or None
-
-
-def put(live: Params, grads: Params) -> None:
-    """Set the gradients; None where there is none."""
-    for k, p in live.items():
-        p.grad = grads.get(k)
 
 
 def copy(live: Params, values: Params) -> None:

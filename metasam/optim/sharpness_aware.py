@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import tree
 from ..rules import DirectionRule, Rule
 from ..types import Params, State
-from .oracle import Closure, LiveDescent, LiveOracle, copy, put
+from .oracle import Closure, LiveDescent, LiveOracle, copy
+from .scaling import Gate, put
 
-OPTIONS: tuple[str, ...] = ()
+OPTIONS: tuple[str, ...] = ("clip", "same_noise")
 """Keywords of `SharpnessAware` that the named methods pass on."""
+
+_KEPT = ("base", "rule", "rule_state", "model", "skipped", "counts")  # and the options, in copies and pickles
 
 
 class SharpnessAware(Optimizer):
@@ -36,26 +41,50 @@ class SharpnessAware(Optimizer):
         model: gives parameters their names (ASAM tells weights from biases by them) and speeds up finding BatchNorm.
             Without it names are those of ``base`` (``named_parameters()``), else numbers, and BatchNorm is found as it
             is called.
+        clip: largest norm of the gradient that ``base`` descends along, as ``clip_grad_norm_`` just before its step;
+            the ascent is not clipped. Rules that descend on their own clip at each ``base.step()`` (Lookbehind's
+            inner steps, WSAM's plain step without its sharpness term). None: no limit.
+        same_noise: every pass of a step draws the same dropout masks (torch's own generators; CPU and CUDA), so that
+            passes differ by the weights alone. Generators end up where the first pass left them. Parts of a batch have
+            masks of their own.
 
     BatchNorm counts a batch once: running statistics are those of the first train evaluation at undisplaced weights.
+
+    Weights are best kept in float32 (with the model under autocast, in the closure or around the step): bfloat16
+    weights round most of a small displacement away, which is warned about once.
+
+    Gradients may accumulate over micro-batches within one closure; sparse ones are dense while the rule works and
+    reach the base as sparse as they came, so memory is that of dense ones.
 
     Raises:
         TypeError: ``base`` is no optimizer, is sharpness-aware already, or is LBFGS; ``rule`` is no rule.
         ValueError: the rule cannot work on these parameters, or the base has a setting of the name of a radius
-            (Adadelta's rho).
+            (Adadelta's rho); clip is not positive.
     """
 
     base: Optimizer
     rule: Rule
     rule_state: State | None
     model: nn.Module | None
+    clip: float | None = None
+    same_noise: bool = False
+    gates: Sequence[Gate] = ()
+    arrives: bool = False  # once it is known whether rounding swallows a displacement
     skipped: int
     """Steps skipped because a gradient was not finite."""
     counts: dict[str, float]
     """Evaluations so far, in batches of their stream: gradients by its name ("train", "val"), forwards as "forward";
     parts of a batch count their fraction, the closure's own accumulation counts as one."""
 
-    def __init__(self, base: Optimizer, rule: Rule, *, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        base: Optimizer,
+        rule: Rule,
+        *,
+        model: nn.Module | None = None,
+        clip: float | None = None,
+        same_noise: bool = False,
+    ) -> None:
         if not isinstance(base, Optimizer):
             raise TypeError(f"expected base to be a torch.optim.Optimizer, got {type(base).__name__}")
         if isinstance(base, SharpnessAware):
@@ -64,6 +93,8 @@ class SharpnessAware(Optimizer):
             raise TypeError("expected a base that steps on given gradients; LBFGS evaluates closures of its own")
         if not isinstance(rule, Rule):
             raise TypeError(f"expected a metasam.rules.Rule, got {rule!r}")
+        if clip is not None and not 0 < clip < math.inf:
+            raise ValueError(f"expected clip > 0, the largest norm of a gradient, or None, got clip={clip}")
         taken = [k for k in rule.hyper if k in inspect.signature(type(base).__init__).parameters]
         if taken:
             raise ValueError(
@@ -78,6 +109,7 @@ class SharpnessAware(Optimizer):
                 group.setdefault(key, getattr(rule, key))
         # Optimizer.__init__ would give us groups of our own; __setstate__ only prepares its hooks
         self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0, "counts": {}})
+        self.clip, self.same_noise = clip, same_noise
         rule.init(self._live())
 
     @property
@@ -96,7 +128,7 @@ class SharpnessAware(Optimizer):
         return self.base.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("base", "rule", "rule_state", "model", "skipped", "counts")}
+        return {k: self.__dict__[k] for k in (*_KEPT, *OPTIONS) if k in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -148,37 +180,45 @@ class SharpnessAware(Optimizer):
         return keys
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None, **others: Closure) -> Any:
+    def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None, **others: Closure) -> Any:
         """One step; returns the loss at the undisplaced weights, as the closure gave it, detached.
 
         Args:
             closure: evaluates the training loss and calls backward; called once per gradient evaluation.
+            scaler: of float16 autocast. Closures call ``scaler.scale(loss).backward()`` (those that return losses
+                ``[B]`` do not: the step scales), and ``scaler.update()`` follows the step; neither
+                ``scaler.step(optimizer)`` nor ``scaler.unscale_(optimizer)`` is called. A step with an inf in any pass
+                is skipped once all its passes are done.
             others: closures of other batches that the rule asks for, by name (``val=...``).
 
         Raises:
             TypeError: no closure.
+            RuntimeError: no ``scaler.update()`` since the last step, or the gradients were unscaled already.
         """
         if closure is None:
             raise TypeError(
                 "expected step(closure): a sharpness-aware step evaluates the loss more than once. Write\n"
                 "    def closure():\n        optimizer.zero_grad()\n        loss = ...\n"
-                "        loss.backward()\n        return loss\n    optimizer.step(closure)"
+                "        loss.backward()\n        return loss\n    optimizer.step(closure)\n"
+                "and with a GradScaler, optimizer.step(closure, scaler=scaler) in place of scaler.step(optimizer)"
             )
         self.base.zero_grad()  # what an earlier step left on a parameter that is frozen by now, too
         live = self._live()
-        at = LiveOracle(self, live, {"train": closure, **others})
+        at = LiveOracle(self, live, {"train": closure, **others}, scaler)
         rule, params = self._current_rule(), tree.detach(live)
         state = rule.init(params) if self.rule_state is None else _within(self.rule_state, live)
         with tree.fused():
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
-                commit = _is_finite(grads, state)
-                put(live, grads if commit else {})
+                commit = at.passed() and _is_finite(grads, state)
                 if commit:
+                    at.put(grads)
                     self.base.step()
+                else:
+                    put(live, {})
             else:
                 moved, state = rule(at, LiveDescent(self.base, live, at), params, state)
-                commit = at.finite and _is_finite(moved, state)
+                commit = at.passed() and _is_finite(moved, state)
                 if commit:
                     copy(live, moved)
         if commit:
