@@ -59,26 +59,41 @@ class LiveOracle:
         closure = self.closures.get(on)
         if closure is None:
             raise TypeError(f"{self.optimizer.rule} asks for the loss on {on!r}: call step(closure, {on}=...)")
+        counts = self.counts(eps, on)
+        with self.around(eps, on, part):
+            loss, losses = self._evaluate(closure, on, part, grad)
+            if counts:
+                self.first_loss = loss.detach() if isinstance(loss, Tensor) else loss
+            value = torch.as_tensor(float("nan") if loss is None else loss).detach()
+            return self.answer(on, part, value, losses, grad)
+
+    def counts(self, eps: Params | None, on: str) -> bool:
+        """Whether BatchNorm counts the batch here: once, at undisplaced weights unless the rule never goes there."""
+        return on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
+
+    @contextmanager
+    def around(self, eps: Params | None, on: str, part: Part | None = None) -> Iterator[None]:
+        """Where an evaluation happens: at ``+ eps``, gradients cleared, BatchNorm frozen where it is not to count."""
         with ExitStack() as stack:
             if eps:
                 stack.enter_context(self._moved(eps))
-            # the first evaluation of the batch counts it, at undisplaced weights unless the rule never goes there
-            counts = on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
-            if not counts:
+            if self.counts(eps, on):
+                self.counted = True
+            else:
                 stack.enter_context(batchnorm.frozen(self.optimizer.model))
             if self.optimizer.same_noise:
                 stack.enter_context(self.replay(on, part))
             put(self.live, {})
-            loss, losses = self._evaluate(closure, on, part, grad)
-            value = torch.as_tensor(float("nan") if loss is None else loss).detach()
-            if counts:
-                self.counted, self.first_loss = True, loss.detach() if isinstance(loss, Tensor) else loss
-            grads = self._take() if grad else {}
-            # a rule that descends on its own moves the base's state at once: it must know before
-            if not isinstance(self.optimizer.rule, DirectionRule):
-                self.finite = self.finite and tree.is_finite(grads)
-            self._count(on, part, losses, grad)
-            return Eval(value, grads, losses)
+            yield
+
+    def answer(self, on: str, part: Part | None, loss: Tensor, losses: Tensor | None, grad: bool) -> Eval:
+        """The evaluation that has just been made: takes its gradients, looks whether they are finite, counts it."""
+        grads = self._take() if grad else {}
+        # a rule that descends on its own moves the base's state at once: it must know before
+        if not isinstance(self.optimizer.rule, DirectionRule):
+            self.finite = self.finite and tree.is_finite(grads)
+        self._count(on, part, losses, grad)
+        return Eval(loss, grads, losses)
 
     def _count(self, on: str, part: Part | None, losses: Tensor | None, grad: bool) -> None:
         counts, fraction = self.optimizer.counts, 1.0
@@ -116,11 +131,12 @@ class LiveOracle:
         targets = [self.live[k] for k in eps]
         home = [p.detach().clone() for p in targets]
         try:
-            torch._foreach_add_(targets, list(eps.values()))
+            with torch.no_grad():
+                torch._foreach_add_(targets, list(eps.values()))
+                if not self.optimizer.arrives:
+                    self.optimizer.arrives = warn_if_swallowed(targets, home, list(eps.values()))
             # autocast keeps low-precision copies of the weights, which would hide the displacement
             torch.clear_autocast_cache()
-            if not self.optimizer.arrives:
-                self.optimizer.arrives = warn_if_swallowed(targets, home, list(eps.values()))
             yield
         finally:
             with torch.no_grad():

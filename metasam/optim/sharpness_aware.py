@@ -17,6 +17,7 @@ from .. import tree
 from ..rules import DirectionRule, Rule
 from ..types import Params, State
 from .oracle import Closure, LiveDescent, LiveOracle, copy
+from .passes import Passes, WithoutClosure
 from .scaling import Gate, put
 
 OPTIONS: tuple[str, ...] = ("clip", "same_noise")
@@ -25,7 +26,7 @@ OPTIONS: tuple[str, ...] = ("clip", "same_noise")
 _KEPT = ("base", "rule", "rule_state", "model", "skipped", "counts")  # and the options, in copies and pickles
 
 
-class SharpnessAware(Optimizer):
+class SharpnessAware(WithoutClosure):
     """Take the steps of ``rule`` with the updates of ``base``.
 
     Each ``step(closure)`` lets the rule evaluate the closure at displaced weights, puts the weights back bit for bit,
@@ -128,6 +129,7 @@ class SharpnessAware(Optimizer):
         return self.base.defaults
 
     def __getstate__(self) -> dict[str, Any]:
+        self._expect_no_pass("a copy")
         return {k: self.__dict__[k] for k in (*_KEPT, *OPTIONS) if k in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,6 +141,7 @@ class SharpnessAware(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base; radii it does not name are the rule's, and a model names its parameters."""
+        self._expect_no_pass("add_param_group()")
         if self.model is not None:
             given = param_group["params"]
             params = [given] if isinstance(given, Tensor) else list(given)
@@ -179,6 +182,11 @@ class SharpnessAware(Optimizer):
             keys += map(str, group.get("param_names") or range(len(keys), len(keys) + len(group["params"])))
         return keys
 
+    def prepared(self, live: Params) -> tuple[Rule, Params, State]:
+        """What a step starts from: the rule with its present radii, the weights as constants, the state."""
+        rule, params = self._current_rule(), tree.detach(live)
+        return rule, params, rule.init(params) if self.rule_state is None else _within(self.rule_state, live)
+
     @torch.no_grad()
     def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None, **others: Closure) -> Any:
         """One step; returns the loss at the undisplaced weights, as the closure gave it, detached.
@@ -202,11 +210,14 @@ class SharpnessAware(Optimizer):
                 "        loss.backward()\n        return loss\n    optimizer.step(closure)\n"
                 "and with a GradScaler, optimizer.step(closure, scaler=scaler) in place of scaler.step(optimizer)"
             )
+        self._expect_no_pass("step(closure)")
         self.base.zero_grad()  # what an earlier step left on a parameter that is frozen by now, too
-        live = self._live()
-        at = LiveOracle(self, live, {"train": closure, **others}, scaler)
-        rule, params = self._current_rule(), tree.detach(live)
-        state = rule.init(params) if self.rule_state is None else _within(self.rule_state, live)
+        if isinstance(closure, Passes):
+            at: LiveOracle = closure
+        else:
+            at = LiveOracle(self, self._live(), {"train": closure, **others}, scaler)
+        live = at.live
+        rule, params, state = self.prepared(live)
         with tree.fused():
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
@@ -229,6 +240,7 @@ class SharpnessAware(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The base's ``state_dict`` with the rule's state in it: tensors as ``rule.<slot>``, numbers in group 0."""
+        self._expect_no_pass("state_dict()")
         packed = self.base.state_dict()
         packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
         numbers: dict[str, Any] = {"rule.skipped": self.skipped, "rule.counts": dict(self.counts)}
@@ -247,6 +259,7 @@ class SharpnessAware(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave; a plain optimizer's is taken too, with the rule's radii and a fresh state."""
+        self._expect_no_pass("load_state_dict()")
         groups = [dict(g) for g in state_dict["param_groups"]]
         # torch would cast per-parameter state to the parameter's dtype, and would alias it: ours is split off first
         per_param = {
