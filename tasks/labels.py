@@ -122,8 +122,8 @@ def spoil(
     return torch.where(take(labels, counts, fold(key, 0)), wrong, labels)
 
 
-def count_of(name: str, value: Any, examples: int, what: str = "examples") -> int:
-    """Return a number of examples, given as one or as a share below 1 of ``examples``.
+def count_of(name: str, value: Any, examples: int, what: str = "examples", of: int | None = None) -> int:
+    """Return a number of examples, given as one or as a share below 1 of ``of`` (None: of all the examples).
 
     Raises:
         ValueError: it is neither, or it takes none or all of the examples.
@@ -131,7 +131,7 @@ def count_of(name: str, value: Any, examples: int, what: str = "examples") -> in
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     if not fits or (value >= 1 and value != int(value)):
         raise ValueError(f"expected {name} to be a number of examples or a share of them below 1, got {name}={value!r}")
-    count = int(value) if value >= 1 else round(value * examples)
+    count = int(value) if value >= 1 else round(value * (examples if of is None else of))
     if not 0 < count < examples:
         raise ValueError(
             f"{name}={value} takes {count} of {examples} {what}; expected 1 to {examples - 1}: set {name} accordingly"

@@ -95,7 +95,7 @@ class Supervised:
         self.name, self.holdout, self.val_fraction, self.augment = name, float(holdout), float(val_fraction), augment
         self._description = dict(description or {})
         self._data = {
-            split: _checked(split, *pair) for split, pair in zip(SPLITS, (train, validation, test), strict=True)
+            split: checked(split, *pair) for split, pair in zip(SPLITS, (train, validation, test), strict=True)
         }
         shapes = {split: tuple(x.shape[1:]) for split, (x, _) in self._data.items()}
         if len(set(shapes.values())) > 1:
@@ -210,7 +210,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _checked(split: str, x: Any, y: Any) -> Examples:
+def checked(split: str, x: Any, y: Any) -> Examples:
+    """Return inputs as uint8 or float32 and labels as int64.
+
+    Raises:
+        ValueError: they are not, not as many, not finite, or none.
+    """
     x, y = torch.as_tensor(x), torch.as_tensor(y)
     if x.ndim < 2 or not (x.dtype == torch.uint8 or x.is_floating_point()):
         raise ValueError(

@@ -22,6 +22,7 @@ Each makes a `Supervised`, and takes these options:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,11 @@ from torch import Tensor
 from metasam.tasks.cache import need
 from metasam.tasks.counter import task_keys
 from metasam.tasks.family import SPLITS, check_count
-from metasam.tasks.labels import check_noise, count_of, share, spoil, take
+from metasam.tasks.files import folder_files, read_folder, read_npz
+from metasam.tasks.labels import CIFAR10_CONFUSIONS, check_noise, count_of, share, spoil, take
 from metasam.tasks.streams import Examples, Supervised
 
-__all__ = ["Supervised", "digits"]
+__all__ = ["Supervised", "cifar", "digits", "image_folder", "npz"]
 
 # streams of a seed that nothing else uses
 _SPLIT, _LIMIT, _NOISE = range(0x64617400, 0x64617403)
@@ -76,6 +78,182 @@ def digits(
     )  # fmt: skip
 
 
+def cifar(
+    root: str | Path,
+    *,
+    name: str = "cifar10",
+    download: bool = False,
+    validation: float = 5000,
+    split_seed: int = 0,
+    classes: int | None = None,
+    per_class: int | None = None,
+    fraction: float | None = None,
+    noise: float = 0.0,
+    noise_kind: str = "symmetric",
+    batch_size: int = 128,
+    seed: int = 0,
+    holdout: float = 0.0,
+    val_fraction: float = 0.25,
+    augment: str | None = None,
+) -> Supervised:
+    """Return CIFAR-10 or CIFAR-100 (Krizhevsky 2009): 50,000 training and 10,000 test images of 32 x 32 pixels.
+
+    ``root`` is the folder with ``cifar-10-batches-py`` or ``cifar-100-python``, read and checked by torchvision;
+    ``download`` fetches what is missing. ``validation`` training images, or their share below 1, are taken for
+    validation, each class in proportion. Asymmetric noise confuses the pairs that are usual for CIFAR-10 (truck to
+    automobile, bird to airplane, deer to horse, cat and dog), and each class of CIFAR-100 with the next. Channels are
+    standardised by their published mean and standard deviation. The other options are those of the module.
+
+    Raises:
+        ImportError: torchvision is not installed.
+        FileNotFoundError: the folder is not there.
+        OSError: its files are not the published ones.
+        ValueError: an option is out of range.
+    """
+    if name not in _CIFAR:
+        raise ValueError(f"expected name to be one of {', '.join(_CIFAR)}, got name={name!r}")
+    reader, folder, mean, std = _CIFAR[name]
+    read = getattr(need("torchvision.datasets", "vision"), reader)
+    try:
+        train, published_test = (read(str(root), train=part, download=download) for part in (True, False))
+    except RuntimeError as error:
+        if not (Path(root) / folder).is_dir():
+            raise FileNotFoundError(
+                f"expected the folder {Path(root) / folder}, which is not there: set tasks.root=DIR to the folder "
+                "that holds it, or tasks.download=true"
+            ) from error
+        raise OSError(
+            f"expected {Path(root) / folder} to hold the published files, some are missing or changed: delete it and "
+            "set tasks.download=true"
+        ) from error
+    pair, test = (
+        (torch.as_tensor(part.data).permute(0, 3, 1, 2).contiguous(), torch.as_tensor(part.targets))
+        for part in (train, published_test)
+    )
+    data = {**_divided(pair, validation, None, split_seed), "test": test}
+    return _supervised(
+        name,
+        data,
+        _Options(classes, per_class, fraction, noise, noise_kind),
+        {"source": f"{folder}, published test set", "split_seed": split_seed},
+        names=list(train.classes), confusions=CIFAR10_CONFUSIONS if name == "cifar10" else None,
+        mean=torch.tensor(mean).view(3, 1, 1), std=torch.tensor(std).view(3, 1, 1),
+        batch_size=batch_size, seed=seed, holdout=holdout, val_fraction=val_fraction, augment=augment,
+    )  # fmt: skip
+
+
+_CIFAR = {
+    "cifar10": ("CIFAR10", "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ("CIFAR100", "cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+"""Reader in torchvision, folder, and mean and standard deviation of the channels of the 50,000."""
+
+
+def image_folder(
+    root: str | Path,
+    *,
+    image_size: int = 32,
+    color: bool = True,
+    standardize: bool = True,
+    validation: float = 0.1,
+    test: float = 0.2,
+    split_seed: int = 0,
+    classes: int | None = None,
+    per_class: int | None = None,
+    fraction: float | None = None,
+    noise: float = 0.0,
+    noise_kind: str = "symmetric",
+    batch_size: int = 128,
+    seed: int = 0,
+    holdout: float = 0.0,
+    val_fraction: float = 0.25,
+    augment: str | None = None,
+) -> Supervised:
+    """Return the images of ``root/<class>/*.png``, or of ``root/{train,val,test}/<class>/*.png``.
+
+    Any format that Pillow reads will do. Images are cropped to a square about their centre, resized to ``image_size``
+    and held as uint8 in memory. A split without a folder is taken out of the training images: ``validation`` and
+    ``test`` are numbers of images, or shares of them below 1, each class in proportion. ``color``: False reads shades
+    of grey. ``standardize``: subtract the mean of each channel over the training images that are used, and divide by
+    the standard deviation. The other options are those of the module.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        FileNotFoundError: the folder is not there, or there are no images in it.
+        OSError: an image cannot be read; the message names it.
+        ValueError: an option is out of range.
+    """
+    size, root = check_count("image_size", image_size), Path(root)
+    names, files = folder_files(root)
+    data = {split: read_folder(paths, names, size, color) for split, paths in files.items()}
+    return _supervised(
+        root.resolve().name or "images",
+        _completed(data, validation, test, split_seed),
+        _Options(classes, per_class, fraction, noise, noise_kind),
+        {"source": "image folder", **_divisions(data, validation, test, split_seed), "class_names": names},
+        names=names, standardize=standardize,
+        batch_size=batch_size, seed=seed, holdout=holdout, val_fraction=val_fraction, augment=augment,
+    )  # fmt: skip
+
+
+def npz(
+    path: str | Path,
+    *,
+    standardize: bool = True,
+    validation: float = 0.1,
+    test: float = 0.2,
+    split_seed: int = 0,
+    classes: int | None = None,
+    per_class: int | None = None,
+    fraction: float | None = None,
+    noise: float = 0.0,
+    noise_kind: str = "symmetric",
+    batch_size: int = 128,
+    seed: int = 0,
+    holdout: float = 0.0,
+    val_fraction: float = 0.25,
+    augment: str | None = None,
+) -> Supervised:
+    """Return the arrays of a ``.npz`` file.
+
+    They are called ``images`` and ``labels``, or ``x`` and ``y``. Further splits have ``train``, ``val`` (or
+    ``validation``) or ``test`` after the name or before it: ``x_test``, ``test_images``. A split that is not there is
+    taken out of the training examples: ``validation`` and ``test`` are numbers of examples, or shares of them below 1,
+    each class in proportion. Inputs are uint8 or float, images ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]`` of
+    1, 3 or 4 channels, or features ``[N, F]``. Labels are integers ``[N]`` or ``[N, 1]`` from 0 on. ``standardize``:
+    subtract the mean of each channel (or feature) over the training examples that are used, and divide by the standard
+    deviation. The other options are those of the module.
+
+    Raises:
+        ImportError: numpy is not installed.
+        FileNotFoundError: the file is not there.
+        ValueError: it is not such a file, it holds Python objects, or an option is out of range.
+    """
+    path = Path(path)
+    data = read_npz(path)
+    return _supervised(
+        path.stem,
+        _completed(data, validation, test, split_seed),
+        _Options(classes, per_class, fraction, noise, noise_kind),
+        {"source": path.name, **_divisions(data, validation, test, split_seed)},
+        standardize=standardize,
+        batch_size=batch_size, seed=seed, holdout=holdout, val_fraction=val_fraction, augment=augment,
+    )  # fmt: skip
+
+
+def _completed(data: Mapping[str, Examples], validation: float, test: float, split_seed: int) -> dict[str, Examples]:
+    """Return the three splits; those that ``data`` lacks are taken out of its training examples."""
+    missing = {"validation": validation, "test": test}
+    asked = {split: None if split in data else value for split, value in missing.items()}
+    return {**data, **_divided(data["train"], asked["validation"], asked["test"], split_seed)}
+
+
+def _divisions(data: Mapping[str, Examples], validation: float, test: float, split_seed: int) -> dict[str, Any]:
+    """Return where each split comes from, as facts."""
+    taken = {k: v for k, v in (("validation", validation), ("test", test)) if k not in data}
+    return {"split_seed": split_seed if taken else None, "taken_from_training": taken}
+
+
 class _Options(NamedTuple):
     """What is done to the training set."""
 
@@ -95,8 +273,7 @@ def _divided(data: Examples, validation: float | None, test: float | None, split
     for name, asked in (("test", test), ("validation", validation)):
         if asked is None:
             continue
-        # a share is of all the examples, whichever split is taken first
-        count = count_of(name, asked if asked >= 1 else max(1, round(asked * len(y))), len(rest))
+        count = count_of(name, asked, len(rest), of=len(y))
         chosen = share(y[rest], count, task_keys(seed, _SPLIT, [SPLITS.index(name)])[0])
         parts[name], rest = rest[chosen], rest[~chosen]
     return {name: (x[index], y[index]) for name, index in {"train": rest, **parts}.items()}
@@ -124,6 +301,10 @@ def _supervised(
     if classes < there:
         data = {split: (x[y < classes], y[y < classes]) for split, (x, y) in data.items()}
     x, y = data["train"]
+
+    def named(c: int) -> str | int:
+        return names[c] if names else c
+
     if per_class is not None and fraction is not None:
         raise ValueError(f"expected per_class or fraction, got per_class={per_class} and fraction={fraction}: drop one")
     key = task_keys(seed, _LIMIT, [0])[0]
@@ -134,7 +315,7 @@ def _supervised(
         if short:
             c = short[0]
             raise ValueError(
-                f"class {names[c] if names else c!r} of {name} has {int(sizes[c])} training examples, per_class="
+                f"class {named(c)!r} of {name} has {int(sizes[c])} training examples, per_class="
                 f"{need_each} needs {need_each}: set per_class={int(sizes.min())} or less"
             )
         chosen = take(y, torch.full((classes,), need_each), key)
@@ -147,6 +328,12 @@ def _supervised(
             raise ValueError(f"fraction={fraction} of {len(y)} training examples is none: set a larger fraction")
         chosen = share(y, total, key)
         x, y = x[chosen], y[chosen]
+    empty = (y.bincount(minlength=classes) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"class {named(empty[0])!r} of {name} has no training example left, it needs 1: "
+            + ("set a larger fraction, or per_class=1" if fraction is not None else "add some, or leave the class out")
+        )
     clean = y
     y = spoil(y, classes, noise, task_keys(seed, _NOISE, [0])[0], kind, confusions)
     if standardize:
