@@ -25,7 +25,8 @@ from metasam.scripts import tables
 from metasam.scripts.command import plain_config
 from metasam.scripts.memory import keep_freed_memory
 from metasam.training import assemble, metrics, plots, progress
-from metasam.training.trainer import Interrupted, Trainer, write_json
+from metasam.training.folder import write_json
+from metasam.training.trainer import Interrupted
 
 COST = {"none": 1.0, "low": 1.5, "up": 2.0, "both": 3.0}
 """Gradient evaluations of a meta-step with one inner step, MAML's being 1."""
@@ -54,10 +55,7 @@ def train(config: Config, folder: Path) -> dict[str, Any]:
     """Train one run, in a process of its own, on one core."""
     assemble.set_threads(1)
     parts = assemble.build({"name": "glyphs", **config})
-    trainer = Trainer(
-        parts.maml, parts.family, parts.optimizer, folder, config=parts.config, command="make demo", quiet=True,
-        **{k: config[k] for k in ("iterations", "tasks_per_batch", "evaluate_every", "validation_tasks", "test_tasks")},
-    )  # fmt: skip
+    trainer = assemble.trainer(parts, folder, command="make demo", quiet=True)
     return trainer.fit()
 
 

@@ -10,10 +10,11 @@ import torch
 from metasam import checkpoint
 from metasam.configure import Config
 from metasam.scripts import command, tables
-from metasam.training import assemble, evaluation
-from metasam.training.trainer import write_json
+from metasam.training import assemble, evaluation, supervised
+from metasam.training.folder import write_json
 
 if TYPE_CHECKING:
+    from metasam.tasks import Supervised as Data
     from metasam.tasks.family import TaskFamily
 
 
@@ -27,12 +28,17 @@ def run(config: Config) -> None:
         raise FileNotFoundError(f"no {path.name} in {folder}: expected run= to be the folder of a run that was trained")
     saved = checkpoint.load(path, map_location=device)
     trained = saved["config"]
-    asked = {
-        k: trained[k] if config.get(k) is None else config[k] for k in ("ways", "shots", "queries", "seed", "tasks")
-    }
+    keys = ("ways", "shots", "queries", "batch_size", "seed", "tasks")
+    asked = {k: trained.get(k) if config.get(k) is None else config[k] for k in keys}
     name = command.choice("tasks")
     name = trained["name"] if name == "none" else name
     family = assemble.tasks_of(asked)
+    if assemble.is_supervised(family) != ("data" in saved):
+        kind = "supervised" if "data" in saved else "few-shot"
+        raise ValueError(f"{folder} is a {kind} run, and tasks={name} is not: expected tasks of the kind it trained on")
+    if "data" in saved:
+        _supervised(config, folder, saved, family, name, device)
+        return
     _refuse_misfit(saved["family"], family, name, folder)
     if not evaluation.has_split(family, config["split"]):
         family.size(config["split"])  # raises, and says which splits there are
@@ -49,21 +55,45 @@ def run(config: Config) -> None:
         device=device,
     )
     baselines = _baselines(family, config) if name == "omniglot_oneshot" else {}
-    results = {
-        "seed": trained["seed"],
+    spent = saved["maml"]["gradient_evaluations"]
+    results = _write(config, folder, name, saved, {**measured, "gradient_evaluations": spent}, baselines, device)
+    tables.show(results, folder, {k.replace("_", " "): v for k, v in baselines.items()})
+
+
+def _supervised(
+    config: Config, folder: Path, saved: dict[str, Any], data: Data, name: str, device: torch.device
+) -> None:
+    trained = saved["config"]
+    _refuse_misfit({**saved["data"], "classification": True}, data, name, folder)
+    model = assemble.network(trained["network"]).to(device)
+    model.load_state_dict(saved["model"])
+    measured = supervised.measure(model, assemble.loss_of(trained), data, config["split"], device)
+    measured["gradient_evaluations"] = saved["gradient_evaluations"]
+    tables.show(_write(config, folder, name, saved, measured, {}, device), folder)
+
+
+def _write(
+    config: Config,
+    folder: Path,
+    name: str,
+    saved: dict[str, Any],
+    measured: dict[str, Any],
+    baselines: dict[str, float],
+    device: torch.device,
+) -> dict[str, Any]:
+    results: dict[str, Any] = {
+        "seed": saved["config"]["seed"],
         "seconds": saved["seconds"],
-        "gradient_evaluations": saved["maml"]["gradient_evaluations"],
         "best_iteration": saved["iteration"],
         **{k: v for k, v in measured.items() if k not in ("per_task", "tasks")},
         **baselines,
         **evaluation.environment(device),
         "command": command.command_line(),
         "config": {k: v for k, v in config.items() if k not in ("model", "loss", "inner")},
-        "tasks": measured["tasks"],
-        "per_task": measured["per_task"],
+        **{k: measured[k] for k in ("tasks", "per_task") if k in measured},
     }
     write_json(folder / f"evaluation-{name}.json", results)
-    tables.show(results, folder, {k.replace("_", " "): v for k, v in baselines.items()})
+    return results
 
 
 def check(config: Config) -> None:
@@ -72,7 +102,7 @@ def check(config: Config) -> None:
     assemble.check(given)
 
 
-def _refuse_misfit(trained: dict[str, Any], family: TaskFamily, name: str, folder: Path) -> None:
+def _refuse_misfit(trained: dict[str, Any], family: TaskFamily | Data, name: str, folder: Path) -> None:
     have, need = trained["output_size"], family.output_size
     if have != need:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Read runs back and compare them: mean over seeds, paired differences, cost.
 
     metasam-report runs/multirun            every run folder below
-    metasam-report runs/a runs/b --to low   differences to another variant
+    metasam-report runs/a runs/b --to low   differences to another variant (of supervised runs, to another rule)
 
-Runs that differ only in their seed are one row. With the same seed, runs have the same test tasks, so a difference is
-paired: task by task, then averaged over the tasks of a seed; intervals are 95% t-intervals over seeds.
+Runs that differ only in their seed are one row. With the same seed, runs have the same test tasks or examples, so a
+difference is paired by seed; intervals are 95% t-intervals over seeds.
 """
 
 from __future__ import annotations
@@ -41,19 +41,25 @@ def read(places: Sequence[Path]) -> list[Run]:
 def _read(file: Path) -> Run:
     try:
         run: Run = json.loads(file.read_text(encoding="utf-8"))
-        _ = run["config"]["variant"], run["per_task"], run["seed"]
+        _ = run["config"]["variant"], run["n"], run["seed"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} holds no results of a run: {type(error).__name__} {error}") from error
     return run
 
 
+def label(run: Run) -> str:
+    """The variant of a few-shot run, the rule of a supervised one."""
+    config = run["config"]
+    return str(config["variant"] or config.get("method") or config["rule"]["_target_"].rpartition(".")[2])
+
+
 def setting(run: Run) -> tuple[str, str]:
-    """What a row stands for: the variant, and everything else that is no seed."""
-    config = {k: v for k, v in run["config"].items() if k not in ("seed", "run", "resume", "variant", "threads")}
+    """What a row stands for: its label, and everything else that is no seed."""
+    config = {k: v for k, v in run["config"].items() if k not in ("seed", "run", "resume", "threads", "network")}
     for radius, variants in {"rho_low": ("low", "both"), "rho_up": ("up", "both")}.items():
         if run["config"]["variant"] not in variants:
             config.pop(radius, None)  # it plays no part
-    return run["config"]["variant"], json.dumps(config, sort_keys=True)
+    return label(run), json.dumps(config, sort_keys=True)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -71,51 +77,61 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(runs: Sequence[Run], base: Sequence[Run]) -> list[float]:
-    """Mean difference in accuracy (regression: loss) of each seed that both sides have, on the same tasks."""
-    by_seed = {run["seed"]: run["per_task"] for run in base}
+    """Difference in accuracy (regression: loss) of each seed that both sides have, on the same tasks or examples."""
+    by_seed = {run["seed"]: run for run in base}
     differences = []
     for run in runs:
-        ours, theirs = run["per_task"], by_seed.get(run["seed"])
-        if theirs is None:
+        other = by_seed.get(run["seed"])
+        if other is None:
             continue
-        if len(ours) != len(theirs):
+        if run["over"] != other["over"]:
             raise ValueError(
-                f"runs of seed {run['seed']} cannot be paired: seed {run['seed']} has {len(ours)} tasks here and "
-                f"{len(theirs)} there; evaluate them on the same test_tasks"
+                f"runs of seed {run['seed']} cannot be paired: it has {run['over']} here and "
+                f"{other['over']} there; evaluate them on the same test_tasks"
             )
-        differences.append(fmean(a - b for a, b in zip(ours, theirs, strict=True)))
+        quantity = "accuracy" if "accuracy" in run else "loss"
+        differences.append(run[quantity] - other[quantity])
     return differences
 
 
-def compare(runs: Sequence[Run], to: str = "none") -> list[Run]:
-    """One row a setting: mean over seeds, paired difference to the variant ``to``, and what it cost."""
+def compare(runs: Sequence[Run], to: str | None = None) -> list[Run]:
+    """One row a setting: mean over seeds, paired difference to the variant or rule ``to``, and what it cost.
+
+    ``to`` is "none" where there are few-shot runs, else "sam", unless given.
+    """
+    if len({run["config"]["variant"] is None for run in runs}) > 1:
+        raise ValueError("expected few-shot runs or supervised ones, got both: name the folders of one kind")
+    to = to or ("none" if any(run["config"]["variant"] for run in runs) else "sam")
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[setting(run)].append(run)
     order = {"none": 0, "low": 1, "up": 2, "both": 3}
     base = next((g for key, g in groups.items() if key[0] == to), [])
     rows = []
-    for (variant, _), group in sorted(groups.items(), key=lambda item: (order.get(item[0][0], 9), item[0][1])):
+    for (name, _), group in sorted(groups.items(), key=lambda item: (order.get(item[0][0], 9), item[0][1])):
         quantity = "accuracy" if "accuracy" in group[0] else "loss"
         mean, half = interval([run[quantity] for run in group])
-        plain, plain_half = interval([run[f"{quantity}_plain_adapt"] for run in group])
+        second = next(s for s in ("plain_adapt", "last") if f"{quantity}_{s}" in group[0])
+        other, other_half = interval([run[f"{quantity}_{second}"] for run in group])
         differences = paired(group, base) if base and group is not base else []
         difference, difference_half = interval(differences) if differences else (math.nan, math.nan)
         config = group[0]["config"]
         rows.append(
             {
-                "variant": variant,
-                "rho_low": config.get("rho_low") if variant in ("low", "both") else None,
-                "rho_up": config.get("rho_up") if variant in ("up", "both") else None,
+                "variant": name,
+                "rho": config.get("rho"),
+                "rho_low": config.get("rho_low") if name in ("low", "both") else None,
+                "rho_up": config.get("rho_up") if name in ("up", "both") else None,
                 "quantity": quantity,
                 "mean": mean,
                 "ci95": half,
-                "plain_adapt": plain,
-                "plain_adapt_ci95": plain_half,
-                f"difference_to_{to}": difference,
+                second: other,
+                f"{second}_ci95": other_half,
+                "difference_to": to,
+                "difference": difference,
                 "difference_ci95": difference_half,
                 "seeds": len(group),
-                "tasks_a_seed": group[0]["n"],
+                "n_a_seed": group[0]["n"],
                 "over": group[0]["over"],
                 "gradient_evaluations": fmean(run["gradient_evaluations"] for run in group),
                 "seconds": fmean(run["seconds"] for run in group),
@@ -125,25 +141,28 @@ def compare(runs: Sequence[Run], to: str = "none") -> list[Run]:
     return rows
 
 
-def show(rows: Sequence[Run], to: str) -> None:
+def show(rows: Sequence[Run]) -> None:
     """Print the comparison."""
+    few_shot = "plain_adapt" in rows[0]
+    second, name = ("plain_adapt", "adapted without SAM") if few_shot else ("last", "last weights")
 
     def half(mean: float, width: float, quantity: str) -> str:
         return value(mean, None if math.isnan(width) else width, quantity)
 
-    columns = ("SAM in", "rho low / up", "result", "adapted without SAM", f"minus {to}", "evaluations", "seconds", "MB")
+    first = ("SAM in", "rho low / up") if few_shot else ("rule", "rho")
+    columns = (*first, "result", name, f"minus {rows[0]['difference_to']}", "evaluations", "seconds", "MB")
     table(
         f"{rows[0]['over']}, {min(r['seeds'] for r in rows)} seeds or more; 95% t-intervals over seeds",
         columns,
         [
             (
                 r["variant"],
-                " / ".join("-" if rho is None else f"{rho:g}" for rho in (r["rho_low"], r["rho_up"])),
+                " / ".join(
+                    "-" if r[k] is None else f"{r[k]:g}" for k in (("rho_low", "rho_up") if few_shot else ("rho",))
+                ),
                 half(r["mean"], r["ci95"], r["quantity"]),
-                half(r["plain_adapt"], r["plain_adapt_ci95"], r["quantity"]),
-                ""
-                if math.isnan(r[f"difference_to_{to}"])
-                else half(r[f"difference_to_{to}"], r["difference_ci95"], r["quantity"]),
+                half(r[second], r[f"{second}_ci95"], r["quantity"]),
+                "" if math.isnan(r["difference"]) else half(r["difference"], r["difference_ci95"], r["quantity"]),
                 f"{r['gradient_evaluations']:.0f}",
                 f"{r['seconds']:.0f}",
                 f"{r['peak_memory_mb']:.0f}",
@@ -157,14 +176,14 @@ def main() -> None:
     """Entry point of ``metasam-report``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="+", type=Path, help="run folders, or folders above them")
-    parser.add_argument("--to", default="none", help="the variant that differences are to")
+    parser.add_argument("--to", help="the variant or rule that differences are to; none, or of supervised runs sam")
     parser.add_argument("--csv", type=Path, help="write the table to this file too")
     options = parser.parse_args()
     try:
         rows = compare(read(options.places), options.to)
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"metasam-report: {error}")
-    show(rows, options.to)
+    show(rows)
     if options.csv:
         with open(options.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])

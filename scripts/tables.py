@@ -13,16 +13,17 @@ from rich.table import Table
 def show(results: dict[str, Any], folder: Path, baselines: dict[str, float] | None = None) -> None:
     """Print the results of one run or evaluation."""
     quantity = "accuracy" if "accuracy" in results else "loss"
+    few_shot = f"{quantity}_plain_adapt" in results
+    unit = "x a plain MAML step" if few_shot else "x a training batch"
+    names = ("adapted as trained", "adapted without SAM") if few_shot else ("best by validation", "last weights")
+    second = "plain_adapt" if few_shot else "last"
     rows = [
-        (f"{quantity}, adapted as trained", value(results[quantity], results["ci95"], quantity)),
-        (
-            f"{quantity}, adapted without SAM",
-            value(results[f"{quantity}_plain_adapt"], results["ci95_plain_adapt"], quantity),
-        ),
+        (f"{quantity}, {names[0]}", value(results[quantity], results["ci95"], quantity)),
+        (f"{quantity}, {names[1]}", value(results[f"{quantity}_{second}"], results[f"ci95_{second}"], quantity)),
         *((name, value(number, None, quantity)) for name, number in (baselines or {}).items()),
         ("over", results["over"] + (", transductive BatchNorm" if results["transductive"] else "")),
         ("weights of iteration", f"{results['best_iteration']}"),
-        ("gradient evaluations", f"{results['gradient_evaluations']:.0f} x a plain MAML step"),
+        ("gradient evaluations", f"{results['gradient_evaluations']:.0f} {unit}"),
         ("training time", f"{results['seconds']:.0f} s"),
     ]
     table("", ("", "result"), rows)
@@ -40,12 +41,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     Console(width=wide).print(grid)
 
 
-def value(mean: float, ci95: float | None, quantity: str = "accuracy") -> str:
-    """A mean with its 95% interval.
+def value(mean: float, ci95: float | None, quantity: str = "accuracy", *, sign: bool = False) -> str:
+    """A mean with its 95% interval; differences show their sign.
 
-    >>> value(0.7412, 0.0061), value(0.5, None), value(1.25, 0.031, "loss")
-    ('74.1 ± 0.6 %', '50.0 %', '1.250 ± 0.031')
+    >>> value(0.7412, 0.0061), value(0.5, None), value(1.25, 0.031, "loss"), value(0.01, 0.02, sign=True)
+    ('74.1 ± 0.6 %', '50.0 %', '1.250 ± 0.031', '+1.0 ± 2.0 %')
     """
-    if quantity == "accuracy":
-        return f"{100 * mean:.1f}" + ("" if ci95 is None else f" ± {100 * ci95:.1f}") + " %"
-    return f"{mean:.3f}" + ("" if ci95 is None else f" ± {ci95:.3f}")
+    scale, places, unit = (100, 1, " %") if quantity == "accuracy" else (1, 3, "")
+    half = "" if ci95 is None else f" ± {scale * ci95:.{places}f}"
+    return f"{scale * mean:{'+' if sign else ''}.{places}f}{half}{unit}"

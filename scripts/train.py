@@ -1,4 +1,4 @@
-"""Meta-train a few-shot learner: the command ``metasam-train``; its keys are in ``configs/train.yaml``."""
+"""Train a few-shot learner or a network: the command ``metasam-train``; its keys are in ``configs/train.yaml``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from metasam.configure import Config
 from metasam.scripts import command, tables
 from metasam.training import assemble
-from metasam.training.trainer import Interrupted, Trainer
+from metasam.training.trainer import Interrupted
 
 
 def run(config: Config) -> None:
@@ -18,17 +18,8 @@ def run(config: Config) -> None:
     folder = assemble.run_folder(config, tasks, rule)
     if config["run"] is not None:
         folder = Path(config["run"]) / folder.name if command.sweeping() else Path(config["run"])
-    parts = assemble.build({"name": tasks, **config}, device)
-    trainer = Trainer(
-        parts.maml,
-        parts.family,
-        parts.optimizer,
-        folder,
-        config=parts.config,
-        command=command.command_line(),
-        device=device,
-        **{k: config[k] for k in ("iterations", "tasks_per_batch", "evaluate_every", "validation_tasks", "test_tasks")},
-    )
+    parts = assemble.build({"name": tasks, "method": rule, **config}, device)
+    trainer = assemble.trainer(parts, folder, device=device, command=command.command_line())
     try:
         results = trainer.fit(resume=config["resume"])
     except Interrupted as stop:

@@ -11,6 +11,7 @@ from metasam import configure
 from metasam.configure import did_you_mean, flatten, instantiate, locate, offer, parameters, plain
 from metasam.rules import NAMED, make
 from metasam.tasks import Sinusoid
+from metasam.tasks.streams import Supervised
 from metasam.training import assemble
 
 pytest.importorskip("hydra")
@@ -42,6 +43,15 @@ class Letters:
     def describe(self): ...
 
 
+SUPERVISED = {"digits", "cifar10", "cifar100", "folder", "npz"}
+
+
+def small_data(batch_size=4, seed=0, **_):
+    """Stands in for data sets, whose files are not here."""
+    x, y = torch.zeros(8, 3, 32, 32), torch.arange(8) % 4
+    return Supervised((x, y), (x, y), (x, y), batch_size=batch_size, seed=seed)
+
+
 def test_all_files_are_found():
     assert {"rule", "model", "tasks", "optim", "experiment"} == {p.parts[0] for p in OPTIONS}
     assert len(OPTIONS) >= 18
@@ -55,17 +65,23 @@ def test_every_option_composes_and_builds(option, monkeypatch):
             assemble.check(compose(f"{group}=custom"))
         return
     variant = "none" if name == "plain" else "both"
-    config = compose(f"{group}={name}", f"variant={variant}")
+    config = compose(f"{group}={name}", *([] if name in SUPERVISED else [f"variant={variant}"]))
+    if name in SUPERVISED:
+        monkeypatch.setattr(config["tasks"]["_target_"], small_data)
     for target in ("Glyphs", "Omniglot", "OmniglotOneShot"):
         monkeypatch.setattr(f"metasam.tasks.{target}", Letters)
-    if "root" in config["tasks"]:
-        config["tasks"]["root"] = "somewhere"
-    parts = assemble.build(config)
-    assert isinstance(parts.optimizer, torch.optim.Optimizer)
-    assert parts.maml.variant == variant
-    again = instantiate(parts.config["maml"])  # the record of the run is enough to build its learner
-    assert again.inner_rule == parts.maml.inner_rule
-    assert again.model.state_dict().keys() == parts.maml.model.state_dict().keys()
+    for key in {"root", "path"} & set(config["tasks"]):
+        config["tasks"][key] = "somewhere"
+    learner, recorded = assemble.build(config)
+    assert isinstance(learner.optimizer, torch.optim.Optimizer)
+    # the record of the run is enough to build what it trains
+    if name in SUPERVISED:
+        assert instantiate(recorded["network"]).state_dict().keys() == learner.model.state_dict().keys()
+        return
+    assert learner.maml.variant == variant
+    again = instantiate(recorded["maml"])
+    assert again.inner_rule == learner.maml.inner_rule
+    assert again.model.state_dict().keys() == learner.maml.model.state_dict().keys()
 
 
 @pytest.mark.parametrize("config", sorted(p.stem for p in CONFIGS.glob("*.yaml")))
@@ -97,8 +113,9 @@ def test_keys_reach_the_learner():
         "inner.lr=0.02", "inner.steps=3", "inner.params=[head.*]", "first_order=true", "batchnorm=frozen",
         "engine=higher", "chunk_size=2", "optim=sgd", "optim.lr=0.5", "rule.perturb.eta=0.2", "model.hidden=[7]",
     )  # fmt: skip
-    maml, family, optimizer, recorded = assemble.build(config)
-    assert isinstance(family, Sinusoid)
+    learner, recorded = assemble.build(config)
+    maml, optimizer = learner.maml, learner.optimizer
+    assert isinstance(learner.family, Sinusoid)
     assert maml.inner_rule == make("multistep", rho=0.3)
     assert maml.outer_rule.rho == 0.7
     assert maml.outer_rule.perturb.eta == 0.2
@@ -114,7 +131,7 @@ def test_keys_reach_the_learner():
 @pytest.mark.parametrize(("variant", "slots"), [("none", "--"), ("low", "+-"), ("up", "-+"), ("both", "++")])
 def test_a_variant_uses_the_rules_and_radii_of_its_slots(variant, slots):
     config = compose("tasks=sinusoid", f"variant={variant}", "rho_low=0.1", "rho_up=0.2")
-    maml = assemble.build(config).maml
+    maml = assemble.build(config).learner.maml
     assert maml.variant == variant
     got = [getattr(rule, "rho", None) for rule in (maml.inner_rule, maml.outer_rule)]
     assert got == [rho if slot == "+" else None for rho, slot in zip((0.1, 0.2), slots, strict=True)]
@@ -122,7 +139,7 @@ def test_a_variant_uses_the_rules_and_radii_of_its_slots(variant, slots):
 
 def test_the_seed_fixes_the_weights():
     def weights(seed):
-        return assemble.build(compose("tasks=sinusoid", f"seed={seed}")).maml.model.head.weight
+        return assemble.build(compose("tasks=sinusoid", f"seed={seed}")).learner.maml.model.head.weight
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -201,7 +218,7 @@ def test_a_radius_for_a_rule_without_one(monkeypatch):
 
 def test_losses_that_are_classes_and_functions():
     for target in ("torch.nn.functional.mse_loss", "torch.nn.MSELoss", "torch.nn.HuberLoss"):
-        maml = assemble.build(compose("tasks=sinusoid", f"loss._target_={target}")).maml
+        maml = assemble.build(compose("tasks=sinusoid", f"loss._target_={target}")).learner.maml
         assert float(maml.loop.loss_fn(torch.ones(2), torch.ones(2))) == 0
 
 

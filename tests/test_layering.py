@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "inner": {"types", "tree", "perturb", "rules", "batchnorm", "noise"},
     "meta": {"types", "tree", "perturb", "rules", "batchnorm", "optim", "inner", "configure", "checkpoint"},
     "tasks": {"types"},
-    "training": {"types", "meta", "configure", "checkpoint", "tasks"},
+    "training": {"types", "meta", "optim", "configure", "checkpoint", "tasks"},
     "scripts": {"types", "meta", "configure", "checkpoint", "tasks", "training", "models", "rules", "__init__"},
     "configs": set(),
     "__init__": {"types", "rules", "optim", "meta"},
@@ -36,7 +36,7 @@ OUTSIDE = {
     "learn2learn": {"scripts/benchmark.py"},
     "hydra": "scripts/",
     "omegaconf": "scripts/",
-    "yaml": {"metasam/training/trainer.py"},
+    "yaml": {"metasam/training/folder.py"},
 }
 """Other packages with a place of their own: those files, or that folder."""
 

@@ -39,7 +39,7 @@ def test_rows_are_means_over_seeds_and_differences_are_paired_by_seed(study):
     assert none["variant"] == "none"
     assert low["mean"] == pytest.approx(sum(means) / 3)
     assert low["seeds"] == 3
-    assert low["difference_to_none"] == pytest.approx(sum(differences) / 3)
+    assert low["difference"] == pytest.approx(sum(differences) / 3)
     interval = stats.t.interval(0.95, 2, loc=stats.tmean(differences), scale=stats.sem(differences))
     assert low["difference_ci95"] == pytest.approx((interval[1] - interval[0]) / 2)
     assert low["plain_adapt"] == pytest.approx(low["mean"] - 0.05)
@@ -50,7 +50,7 @@ def test_only_seeds_of_both_sides_are_paired(study):
     low = report.compare(report.read([study]))[1]
     differences = [sum(LOW[s]) / 3 - sum(NONE[s]) / 3 for s in (1, 2, 3)]
     assert low["seeds"] == 4
-    assert low["difference_to_none"] == pytest.approx(sum(differences) / 3)
+    assert low["difference"] == pytest.approx(sum(differences) / 3)
 
 
 def test_radii_that_play_no_part_do_not_split_rows_and_others_do(study):
@@ -66,15 +66,44 @@ def test_radii_that_play_no_part_do_not_split_rows_and_others_do(study):
 
 def test_runs_on_other_tasks_are_refused(study):
     write(study / "up-1", "up", 1, [0.5, 0.5])
-    with pytest.raises(ValueError, match="seed 1 has 2 tasks here and 3 there"):
+    with pytest.raises(ValueError, match="it has 2 test tasks here and 3 test tasks there"):
         report.compare(report.read([study]))
+
+
+def supervised(folder, rule, seed, accuracy, rho=None):
+    folder.mkdir(parents=True)
+    config = {"variant": None, "seed": seed, "rho": rho, "rho_low": None, "rho_up": None, "method": rule}
+    results = {
+        "seed": seed, "seconds": 1.0, "gradient_evaluations": 9.0, "accuracy": accuracy,
+        "accuracy_last": accuracy - 0.1,
+        "n": 50, "over": "50 test examples", "peak_memory_mb": 1.0, "config": config,
+    }  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def test_supervised_runs_are_rows_by_rule_and_compared_with_sam(tmp_path):
+    for seed, (plain, sam) in {1: (0.5, 0.6), 2: (0.55, 0.75)}.items():
+        supervised(tmp_path / f"plain{seed}", "plain", seed, plain)
+        supervised(tmp_path / f"sam{seed}", "sam", seed, sam, rho=0.05)
+    rows = {row["variant"]: row for row in report.compare(report.read([tmp_path]))}
+    assert rows["plain"]["difference"] == pytest.approx((0.5 - 0.6 + 0.55 - 0.75) / 2)
+    assert rows["sam"]["last"] == pytest.approx(0.575)
+    assert rows["sam"]["rho"] == 0.05
+    assert rows["sam"]["difference_to"] == "sam"
+
+
+def test_runs_of_two_kinds_are_not_one_table(study, monkeypatch):
+    supervised(study / "sam1", "sam", 1, 0.5)
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(study)])
+    with pytest.raises(SystemExit, match="got both"):
+        report.main()
 
 
 def test_the_command_prints_a_table_and_writes_csv(study, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["metasam-report", str(study), "--csv", str(study / "table.csv")])
     report.main()
     assert "low" in capsys.readouterr().out
-    assert (study / "table.csv").read_text().startswith("variant,rho_low,")
+    assert (study / "table.csv").read_text().startswith("variant,rho,rho_low,")
 
 
 def test_nothing_to_read(tmp_path, monkeypatch):

@@ -13,17 +13,11 @@ from metasam import checkpoint
 from metasam.checkpoint import CheckpointError
 from metasam.meta import SharpMAML
 from metasam.tasks import Sinusoid
-from metasam.training import assemble, metrics, plots
-from metasam.training.trainer import (
-    PATIENCE,
-    RESAMPLED,
-    Interrupted,
-    Trainer,
-    _alone,
-    _rng_state,
-    _set_rng_state,
-    refuse_other_config,
-)
+from metasam.training import assemble, metrics, plots, rng
+from metasam.training.budget import Budget
+from metasam.training.few_shot import RESAMPLED, FewShot
+from metasam.training.folder import alone
+from metasam.training.trainer import PATIENCE, Interrupted, Trainer, refuse_other_config
 from metasam.types import Task
 
 
@@ -71,8 +65,10 @@ def make(folder, family=None, *, dropout=0.0, seed=0, wrap=lambda maml: maml, **
     engine = "higher" if dropout else "auto"
     maml = SharpMAML(model, loss, inner_lr=0.1, inner_steps=1, variant="both", engine=engine)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    settings = {"iterations": 12, "tasks_per_batch": 4, "evaluate_every": 5, "validation_tasks": 8, "test_tasks": 40}
-    return Trainer(wrap(maml), family, optimizer, folder, quiet=True, **{**settings, **options})
+    sizes = {k: options.pop(k, v) for k, v in {"tasks_per_batch": 4, "validation_tasks": 8, "test_tasks": 40}.items()}
+    learner = FewShot(wrap(maml), family, optimizer, **sizes)
+    budget = Budget(options.pop("iterations", 12), options.pop("passes", None))
+    return Trainer(learner, folder, budget, **{"evaluate_every": 5, "quiet": True, **options})
 
 
 def outcome(folder):
@@ -178,7 +174,7 @@ def test_chooses_on_validation_alone(tmp_path):
     assert results["best_iteration"] == max(validated, key=validated.get)
     best = checkpoint.load(tmp_path / "best.pt")
     assert best["iteration"] == results["best_iteration"]
-    assert equal(best["maml"]["model"], dict(trainer.maml.model.state_dict()))  # what was measured
+    assert equal(best["maml"]["model"], dict(trainer.learner.maml.model.state_dict()))  # what was measured
     assert best["family"] == {"output_size": 3, "input_shape": [2], "classification": True}
 
 
@@ -295,7 +291,7 @@ def test_only_nan(tmp_path):
         def batch(self, split, tasks):
             return super().batch(split, tasks).map(lambda t: t * math.nan if t.is_floating_point() else t)
 
-    with pytest.raises(FloatingPointError, match=f"{PATIENCE} meta-steps in a row.*lower inner.lr"):
+    with pytest.raises(FloatingPointError, match=f"{PATIENCE} steps in a row.*lower inner.lr"):
         make(tmp_path, Broken(), iterations=100).fit()
     assert metrics.read(tmp_path)[-1]["skipped"] == PATIENCE
 
@@ -306,7 +302,7 @@ def test_an_outer_rule_that_validates_gets_a_quarter_of_the_tasks_from_training_
     trainer.fit()
     held = [tasks for split, *tasks in family.asked if split == "train" and tasks[0] >= RESAMPLED]
     assert held == [[RESAMPLED], [RESAMPLED + 1]]
-    assert trainer.maml.outer_rule.validates
+    assert trainer.learner.maml.outer_rule.validates
 
 
 def agnostic(maml):
@@ -314,7 +310,7 @@ def agnostic(maml):
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path):
-    with _alone(tmp_path), pytest.raises(CheckpointError, match="another process is training"):
+    with alone(tmp_path), pytest.raises(CheckpointError, match="another process is training"):
         make(tmp_path, iterations=1).fit()
     assert not (tmp_path / "metrics.jsonl").exists()
     make(tmp_path, iterations=1).fit()
@@ -327,9 +323,9 @@ def test_numpy_and_random_are_seeded_and_continue():
     import numpy as np
 
     assemble.seed_everything(3)
-    state = _rng_state()
+    state = rng.state()
     drawn = random.random(), np.random.rand(), torch.rand(1)
-    _set_rng_state(state)
+    rng.restore(state)
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
     assemble.seed_everything(3)
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn

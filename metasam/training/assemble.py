@@ -6,8 +6,6 @@ import hashlib
 import inspect
 import json
 import math
-import random
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,52 +13,113 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..configure import Config, did_you_mean, flatten, instantiate, locate, offer, parameters, plain
+from ..optim import SharpnessAware
+from .budget import SCHEDULES, Budget
+from .few_shot import FewShot
+from .learner import Learner
+from .rng import seed_everything
+from .supervised import Supervised
+from .trainer import Trainer
 
 if TYPE_CHECKING:
     from metasam.meta import SharpMAML
+    from metasam.tasks import Supervised as Data
     from metasam.tasks.family import TaskFamily
 
 
 class Parts(NamedTuple):
     """What a run is made of."""
 
-    maml: SharpMAML
-    family: TaskFamily
-    optimizer: torch.optim.Optimizer
+    learner: Learner
     config: Config
-    """The given config, with the key ``maml`` added: all that `instantiate` needs to build the meta-learner again."""
+    """The given config, and under ``maml`` or ``network`` what `instantiate` builds the trained thing from."""
 
 
 def build(config: Config, device: torch.device | str = "cpu") -> Parts:
-    """Build the task family, the meta-learner and the optimizer that a config of ``metasam-train`` describes.
+    """Build what a config of ``metasam-train`` describes: few-shot tasks and a meta-learner, or data and a network.
 
-    Weights are drawn after `seed_everything` with the config's seed.
+    Weights are drawn after `metasam.training.rng.seed_everything` with the config's seed.
 
     Raises:
         ValueError: a value is out of its range, or a target is not found or refuses its arguments.
     """
     check(config)
-    family = tasks_of(config)
+    source = tasks_of(config)
     seed_everything(config["seed"])
+    return _supervised(config, source, device) if is_supervised(source) else _few_shot(config, source, device)
+
+
+def is_supervised(source: Any) -> bool:
+    """Whether ``tasks`` is a data set to train on as a whole, not a family of few-shot tasks."""
+    return hasattr(source, "examples")
+
+
+def _few_shot(config: Config, family: TaskFamily, device: torch.device | str) -> Parts:
+    _refuse(config, "few-shot tasks have two loops, each with a radius of its own: rho_low, rho_up", "rho", "epochs")
     node = learner_node(config, family)
     maml = learner(node, device)
-    weights = [p for p in maml.model.parameters() if p.requires_grad]
-    optimizer = _built("optim", {**config["optim"], "_partial_": True})(weights)
-    return Parts(maml, family, optimizer, {**config, "maml": node})
+    optimizer = _optimizer(config, maml.model)
+    counts = {k: config[k] for k in ("tasks_per_batch", "validation_tasks", "test_tasks")}
+    return Parts(FewShot(maml, family, optimizer, device=device, **counts), {**config, "maml": node})
 
 
-def seed_everything(seed: int) -> None:
-    """Seed torch, and what a network or a task family of the user's own may draw from: ``random`` and numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+def _supervised(config: Config, data: Data, device: torch.device | str) -> Parts:
+    _refuse(
+        config,
+        "a train/validation split is a single task, with one loop: choose its rule with rule=, its radius with rho=",
+        "variant", "rho_low", "rho_up", "inner.rule", "outer.rule",
+    )  # fmt: skip
+    node = plain(_offer("model", config["model"], _sizes(data)))
+    model = network(node).to(device)
+    rule = _built("rule", _with_radius(config["rule"], "rho", config["rho"]))
+    if not rule.validates:
+        data = data.without_holdout()
+    loss = loss_of(config)
+    optimizer = SharpnessAware(_optimizer(config, model), rule, model=model)
+    return Parts(Supervised(model, loss, optimizer, data, device), {**config, "network": node})
 
 
-def tasks_of(config: Config) -> TaskFamily:
-    """The task family of a config, which learns ways, shots, queries and seed if it names them."""
-    offered = {k: config[k] for k in ("ways", "shots", "queries", "seed")}
-    family: TaskFamily = _built("tasks", _offer("tasks", config["tasks"], offered))
+def _refuse(config: Config, why: str, *keys: str) -> None:
+    flat = flatten(config)
+    for key in keys:
+        given = config[key] if key in config else flat.get(key)
+        if given is not None:
+            raise ValueError(f"{key}={given if not isinstance(given, dict) else '...'}: {why}")
+
+
+def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    made: torch.optim.Optimizer = _built("optim", {**config["optim"], "_partial_": True})(weights)
+    return made
+
+
+def trainer(
+    parts: Parts, folder: Path, *, device: torch.device | str = "cpu", command: str = "", quiet: bool = False
+) -> Trainer:
+    """The trainer of what `build` built."""
+    config, iterations = parts.config, parts.config["iterations"]
+    if config.get("epochs") is not None:
+        assert isinstance(parts.learner, Supervised)  # few-shot tasks have no epochs, which was refused
+        iterations = config["epochs"] * parts.learner.data.steps_per_epoch
+    return Trainer(
+        parts.learner,
+        folder,
+        Budget(iterations, config["budget"]["passes"]),
+        schedule=config["schedule"],
+        evaluate_every=config["evaluate_every"],
+        config=config,
+        command=command,
+        device=device,
+        quiet=quiet,
+    )
+
+
+def tasks_of(config: Config) -> Any:
+    """The task family or data set of a config; it learns what it names of ways, shots, queries, batch_size, seed."""
+    offered = {k: config[k] for k in ("ways", "shots", "queries", "batch_size", "seed") if config.get(k) is not None}
+    family: Any = _built("tasks", _offer("tasks", config["tasks"], offered))
+    if is_supervised(family):
+        return family
     members = ("output_size", "input_shape", "classification", "batch", "size", "describe")
     missing = [m for m in members if not hasattr(family, m)]
     if missing:
@@ -73,29 +132,17 @@ def tasks_of(config: Config) -> TaskFamily:
 
 def learner(node: Config, device: torch.device | str = "cpu") -> SharpMAML:
     """The meta-learner of a node made by `learner_node`, its model on ``device``."""
-    model = _built("model", node["model"])
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    model = network(node["model"])
     maml: SharpMAML = instantiate({**node, "model": model.to(device)})
     return maml
 
 
 def learner_node(config: Config, family: TaskFamily) -> Config:
     """Everything that the meta-learner is built from, as one node: ``instantiate(node)`` builds it."""
-    shape = [int(s) for s in family.input_shape]
-    sizes = {
-        "ways": family.output_size,
-        "output": family.output_size,
-        "output_size": family.output_size,
-        "in_channels": shape[0],
-        "image_size": shape[-1],
-        "input": math.prod(shape),
-        "input_shape": shape,
-    }
     inside = config["inner"]
     node = {
         "_target_": "metasam.meta.SharpMAML",
-        "model": _offer("model", config["model"], sizes),
+        "model": _offer("model", config["model"], _sizes(family)),
         "loss_fn": _loss(config["loss"]),
         "inner_lr": inside["lr"],
         "inner_steps": inside["steps"],
@@ -111,21 +158,56 @@ def learner_node(config: Config, family: TaskFamily) -> Config:
     return result
 
 
+def network(node: Config) -> torch.nn.Module:
+    """Build a network from its node.
+
+    Raises:
+        ValueError: it is none.
+    """
+    model = _built("model", node)
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def loss_of(config: Config) -> Any:
+    """The loss of a config, called as ``loss(output, y)``."""
+    return _built("loss", _loss(config["loss"]))
+
+
+def _sizes(source: Any) -> dict[str, Any]:
+    """What a network may ask for by name."""
+    shape = [int(s) for s in source.input_shape]
+    return {
+        "ways": source.output_size,
+        "output": source.output_size,
+        "output_size": source.output_size,
+        "in_channels": shape[0],
+        "image_size": shape[-1],
+        "input": math.prod(shape),
+        "input_shape": shape,
+    }
+
+
 def _rule(config: Config, loop: str, radius: str) -> Config:
     """The rule of one loop, with the radius that the config gives for that loop."""
-    node, rho = config[loop]["rule"] or config["rule"], config[radius]
-    names, any_name = parameters(_target("rule", node))
-    if node["_target_"] == "metasam.rules.Plain":
+    node = config[loop]["rule"] or config["rule"]
+    if _target("rule", node) and node["_target_"] == "metasam.rules.Plain":
         raise ValueError(
             f"variant={config['variant']} puts a rule in the {loop} loop, and plain is none: "
             "expected rule=sam or another, or variant=none"
         )
+    return _with_radius(node, radius, config[radius])
+
+
+def _with_radius(node: Config, key: str, rho: float | None) -> Config:
     if rho is None:
         return node
+    names, any_name = parameters(_target("rule", node))
     if "rho_val" in names:  # one number for two radii, as `metasam.rules.make` takes it
         return {**node, "rho_train": 2 * rho, "rho_val": rho}
     if "rho" not in names and not any_name:
-        raise ValueError(f"{radius}={rho}: the rule {node['_target_']} has no radius; leave {radius} out")
+        raise ValueError(f"{key}={rho}: the rule {node['_target_']} has no radius; leave {key} out")
     return {**node, "rho": rho}
 
 
@@ -200,14 +282,19 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "iterations": _AT_LEAST_1,
     "tasks_per_batch": _AT_LEAST_1,
     "evaluate_every": _AT_LEAST_1,
+    "epochs": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
+    "batch_size": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
+    "budget.passes": (_or_null(_number), "a finite number above 0, or null"),
+    "schedule": _one_of(*SCHEDULES),
     "validation_tasks": _AT_LEAST_2,
     "test_tasks": _AT_LEAST_2,
     "seed": (_whole(0), "a whole number of at least 0"),
-    "variant": _one_of("none", "low", "up", "both"),
+    "variant": (lambda v: v in (None, "none", "low", "up", "both"), "one of none, low, up, both"),
     "inner.lr": (_number, "a finite number above 0"),
     "inner.steps": _AT_LEAST_1,
     "inner.params": (_or_null(_patterns), "a list of patterns such as [head.*], or null"),
     "optim.lr": (_number, "a finite number above 0"),
+    "rho": _RADIUS,
     "rho_low": _RADIUS,
     "rho_up": _RADIUS,
     "first_order": _SWITCH,
@@ -257,4 +344,5 @@ def run_folder(config: Config, name: str, rule: str, parent: str | Path = "runs"
     """
     keys = json.dumps({k: v for k, v in plain(config).items() if k not in ("run", "resume")}, sort_keys=True)
     digest = hashlib.sha256(keys.encode()).hexdigest()[:8]
-    return Path(parent) / f"{name}-{config['variant']}-{rule}-seed{config['seed']}-{digest}"
+    where = [config["variant"]] if config.get("variant") else []
+    return Path(parent) / "-".join([name, *where, rule, f"seed{config['seed']}", digest])

@@ -6,19 +6,30 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .budget import Budget
+from .learner import Words
+
 Curve = list[tuple[float, float]]
 
 TRAIN, VALIDATION = "#9aa5b1", "#1f6f8b"
 PALETTE = ("#6b7280", "#1f6f8b", "#c2571a", "#5b8c3a", "#7a4ea3", "#a3324f")
 
 
-def learning_curve(entries: list[dict[str, Any]], path: Path, title: str = "") -> bool:
-    """Draw training and validation accuracy (loss, for regression) over the iterations of one run, with 95% band.
+def learning_curve(
+    entries: list[dict[str, Any]],
+    path: Path,
+    title: str = "",
+    words: Words = Words("training", "validation", "{}"),  # noqa: B008 - a constant
+    budget: Budget | None = None,
+) -> bool:
+    """Draw training and validation accuracy (loss, for regression) of one run, with 95% band.
 
     Args:
         entries: lines of ``metrics.jsonl``, see `metasam.training.metrics.read`.
         path: PNG to write.
         title: heading, usually what was trained on what.
+        words: what the curves are called.
+        budget: of the run; one of gradient evaluations makes them the horizontal axis, in place of iterations.
 
     Returns:
         Whether a picture was drawn: False if there is nothing to show or matplotlib is not installed.
@@ -28,9 +39,10 @@ def learning_curve(entries: list[dict[str, Any]], path: Path, title: str = "") -
     except ImportError:
         return False
     quantity = "accuracy" if any(e.get("accuracy") is not None for e in entries) else "loss"
-    train = [(e["iteration"], e[quantity]) for e in entries if e.get(quantity) is not None]
+    along = "iteration" if budget is None or budget.passes is None else "gradient_evaluations"
+    train = [(e[along], e[quantity]) for e in entries if e.get(quantity) is not None]
     validation = [
-        (e["iteration"], e[f"validation_{quantity}"], e.get("validation_ci95") or 0.0)
+        (e[along], e[f"validation_{quantity}"], e.get("validation_ci95") or 0.0)
         for e in entries
         if e.get(f"validation_{quantity}") is not None
     ]
@@ -41,11 +53,11 @@ def learning_curve(entries: list[dict[str, Any]], path: Path, title: str = "") -
     axes = figure.add_subplot()
     window = max(1, len(train) // 50)
     steps, means = _running_mean(train, window)
-    label = "training tasks" + (f", mean of {window} steps" if window > 1 else "")
+    label = words.train + (f", mean of {window} steps" if window > 1 else "")
     axes.plot(steps, [scale * m for m in means], color=TRAIN, linewidth=1.2, label=label)
     if validation:
         at, mean, half = ([v[i] for v in validation] for i in range(3))
-        low = [scale * (m - h) for m, h in zip(mean, half, strict=True)]
+        low = [max(0.0, scale * (m - h)) for m, h in zip(mean, half, strict=True)]
         high = [scale * (m + h) for m, h in zip(mean, half, strict=True)]
         axes.fill_between(at, low, high, color=VALIDATION, alpha=0.18, linewidth=0)
         axes.plot(
@@ -54,10 +66,10 @@ def learning_curve(entries: list[dict[str, Any]], path: Path, title: str = "") -
             color=VALIDATION,
             marker="o",
             markersize=3.5,
-            label="validation tasks, 95% interval",
+            label=f"{words.validation}, 95% interval",
         )
-    axes.set_xlabel("iteration (meta-update)")
-    axes.set_ylabel("query accuracy after adaptation, %" if quantity == "accuracy" else "query loss after adaptation")
+    axes.set_xlabel(along.replace("_", " "))
+    axes.set_ylabel(words.quantity.format(quantity) + (", %" if quantity == "accuracy" else ""))
     axes.set_xlim(left=0)
     if title:
         axes.set_title(title, fontsize=10)
@@ -107,6 +119,56 @@ def comparison(
     return True
 
 
+def rivals(
+    curves: dict[str, list[Curve]],
+    finals: dict[str, tuple[float, float]],
+    path: Path,
+    quantity: str = "accuracy",
+    title: str = "",
+) -> bool:
+    """Draw rules against each other: mean validation curves against compute, and final results, the best on top.
+
+    Args:
+        curves: for each rule the curve of each seed.
+        finals: for each rule its result and the half-width of the interval.
+        path: PNG to write.
+        quantity: "accuracy" or "loss".
+        title: heading.
+
+    Returns:
+        Whether a picture was drawn: False if matplotlib is not installed.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    scale, unit = (100, ", %") if quantity == "accuracy" else (1, "")
+    order = sorted(finals, key=lambda name: finals[name][0], reverse=quantity == "loss")  # the axis goes upwards
+    colors = PALETTE if len(order) <= len(PALETTE) else [colormaps["tab20"](i) for i in range(20)]
+    color = {name: colors[i % len(colors)] for i, name in enumerate(finals)}
+    figure = Figure(figsize=(10, max(4.2, 1.2 + 0.27 * len(order))), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for name, seeds in curves.items():
+        points = _mean_curve(seeds)
+        left.plot([x for x, _ in points], [scale * y for _, y in points], color=color[name], linewidth=1.4, label=name)
+    for row, name in enumerate(order):
+        mean, half = finals[name]
+        error = None if math.isnan(half) else scale * half
+        right.errorbar(scale * mean, row, xerr=error, color=color[name], marker="o", capsize=3)
+    left.set_xlabel("gradient evaluations")
+    left.set_ylabel(f"validation {quantity}{unit}, mean of seeds")
+    right.set_yticks(range(len(order)), order)
+    right.set_xlabel(f"test {quantity}{unit}, best weights by validation")
+    if len(order) <= len(PALETTE):
+        left.legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
+    for axes in (left, right):
+        _tidy(axes)
+    _save(figure, path)
+    return True
+
+
 def _mean_curve(seeds: list[Curve]) -> Curve:
     """Mean of curves that were measured at the same costs."""
     columns = list(zip(*seeds, strict=True))
@@ -128,7 +190,7 @@ def _save(figure: Any, path: Path) -> None:
     partial.replace(path)
 
 
-def _running_mean(points: list[tuple[int, float]], window: int) -> tuple[list[int], list[float]]:
+def _running_mean(points: list[tuple[float, float]], window: int) -> tuple[list[float], list[float]]:
     """Means of consecutive groups, each placed at its last iteration."""
     groups = [points[i : i + window] for i in range(0, len(points), window)]
     return [g[-1][0] for g in groups], [math.fsum(v for _, v in g) / len(g) for g in groups]

@@ -1,0 +1,203 @@
+"""A network on a train/validation split, as a trainer takes it: one task, whose one loop the rule steps."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..configure import Config, flatten
+from ..meta import COST
+from ..optim import SharpnessAware
+from ..types import Part
+from .learner import Measured, Step, Words
+
+if TYPE_CHECKING:
+    from metasam.tasks import Supervised as Data
+
+
+@dataclass
+class Supervised:
+    """Supervised training: a step is a batch. The unit of cost is forward and backward over one training batch.
+
+    Args:
+        model: the network, trained in place.
+        loss_fn: ``(output, y) -> loss``. If it takes ``reduction="none"``, as torch's do, rules that need the losses of
+            single examples work.
+        optimizer: the rule around its base.
+        data: the streams of training and validation batches, and the examples to judge on.
+        device: where batches go; the model is there already.
+    """
+
+    words: ClassVar[Words] = Words("training batches", "validation examples", "{}")
+    judges_last: ClassVar[bool] = True
+
+    model: nn.Module
+    loss_fn: Callable[..., Tensor]
+    optimizer: SharpnessAware
+    data: Data
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        self._by_example = _gives_each(self.loss_fn)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Gradients of training and validation batches, and forwards alone, each in batches of its stream."""
+        return dict(self.optimizer.counts)
+
+    @property
+    def gradient_evaluations(self) -> float:
+        """In full training batches, forward and backward; a forward alone is a third, a smaller batch its share."""
+        counts = self.optimizer.counts
+        share = self.data.val_batch_size / self.data.batch_size
+        return counts.get("train", 0.0) + share * counts.get("val", 0.0) + COST["forward"] * counts.get("forward", 0.0)
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped for non-finite gradients."""
+        return self.optimizer.skipped
+
+    def step(self, number: int) -> Step:
+        """One step of the rule."""
+        task = self.data.batch(number).to(self.device)
+        self.model.train()
+        outputs: list[Tensor] = []
+        before = self.optimizer.skipped
+        others: dict[str, Any] = {"val": self._closure(*task.query, [])} if self.optimizer.rule.validates else {}
+        loss = self.optimizer.step(self._closure(*task.support, outputs), **others)
+        return Step(float(loss), _accuracy(outputs[0], task.support[1]), self.optimizer.skipped > before)
+
+    def _closure(self, x: Tensor, y: Tensor, outputs: list[Tensor]) -> Callable[..., Tensor]:
+        """The loss of a batch, as `SharpnessAware.step` takes it; the output of its first call is kept."""
+
+        def losses(part: Part | None = None) -> Tensor:
+            output = self.model(x if part is None else x[part])
+            outputs[:] = outputs or [output.detach()]
+            values = self.loss_fn(output, y if part is None else y[part], reduction="none")
+            return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+        def loss() -> Tensor:
+            output = self.model(x)
+            outputs[:] = outputs or [output.detach()]
+            value = self.loss_fn(output, y)
+            value.backward()
+            return value
+
+        return losses if self._by_example else loss
+
+    def validate(self) -> Measured | None:
+        """On the validation examples."""
+        if not self.data.size("validation"):
+            return None
+        return _judge(self.model, self.loss_fn, self.data, "validation", self.device)[0]
+
+    def split(self) -> str:
+        """Test examples if there are any."""
+        return "test" if self.data.size("test") else "validation"
+
+    def measure(self) -> dict[str, Any]:
+        """On the test examples, see `measure`."""
+        return measure(self.model, self.loss_fn, self.data, self.split(), self.device)
+
+    def state_dict(self, *, slim: bool = False) -> dict[str, Any]:
+        """Weights and buffers, the facts that a network must fit, and the optimizer with its rule."""
+        data = self.data
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "gradient_evaluations": self.gradient_evaluations,
+            "data": {"output_size": data.output_size, "input_shape": list(data.input_shape)},
+        }
+        return state if slim else {**state, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Everything."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """The network."""
+        self.model.load_state_dict(state["model"])
+
+    def facts(self) -> dict[str, Any]:
+        """The rule, as it was built."""
+        return {"rule": repr(self.optimizer.rule)}
+
+    def title(self, config: Config) -> str:
+        """Data, rule and seed."""
+        flat = flatten(config)
+        parts = [
+            f"{flat['name']}" if "name" in flat else "",
+            type(self.optimizer.rule).__name__,
+            f"seed {flat['seed']}" if "seed" in flat else "",
+        ]
+        return ", ".join(p for p in parts if p)
+
+
+def measure(
+    model: nn.Module, loss_fn: Callable[..., Tensor], data: Data, split: str, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Accuracy (regression: loss) of a network in eval mode on a split, with a normal 95% interval over its examples.
+
+    Returns:
+        ``accuracy``, ``ci95``, ``n``, ``loss``, ``over`` (which examples), ``split``, ``transductive``, and ``tasks``,
+        which describes the data.
+    """
+    judged, loss = _judge(model, loss_fn, data, split, device)
+    found: dict[str, Any] = {judged.quantity: judged.value, "ci95": judged.half, "n": judged.n}
+    return {
+        **found,
+        "loss": loss,
+        "over": f"{judged.n} {split} examples",
+        "split": split,
+        "transductive": False,
+        "tasks": data.describe(),
+    }
+
+
+def _judge(
+    model: nn.Module, loss_fn: Callable[..., Tensor], data: Data, split: str, device: torch.device | str
+) -> tuple[Measured, float]:
+    losses, hits = [], []
+    with torch.no_grad(), _judging(model):
+        for x, y in data.examples(split):
+            x, y = x.to(device), y.to(device)
+            output = model(x)
+            each = loss_fn(output, y, reduction="none") if _gives_each(loss_fn) else loss_fn(output, y)
+            losses.append(each.flatten(1).mean(1) if each.ndim > 1 else each.expand(len(y)))
+            if data.classification:
+                hits.append((output.argmax(1) == y).double())
+    loss = torch.cat(losses).double()
+    values = torch.cat(hits) if hits else loss
+    half = 1.96 * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    quantity = "accuracy" if hits else "loss"
+    return Measured(quantity, float(values.mean()), half, len(values)), float(loss.mean())
+
+
+def _gives_each(loss_fn: Callable[..., Tensor]) -> bool:
+    """Whether a loss can be had for each example."""
+    return not isinstance(loss_fn, nn.Module) and "reduction" in inspect.signature(loss_fn).parameters
+
+
+def _accuracy(output: Tensor, y: Tensor) -> float | None:
+    if y.is_floating_point() or output.ndim != y.ndim + 1:
+        return None
+    return float((output.argmax(1) == y).float().mean())
+
+
+@contextmanager
+def _judging(model: nn.Module) -> Iterator[None]:
+    """Within: eval mode; afterwards every module is in the mode it was in."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

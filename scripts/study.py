@@ -1,0 +1,161 @@
+"""Many runs as one study: each a run folder, finished ones kept, half-finished ones continued, several at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from metasam.checkpoint import CheckpointError
+from metasam.configure import Config, flatten, plain
+from metasam.scripts.memory import keep_freed_memory
+from metasam.training import assemble, progress
+from metasam.training.trainer import MAY_CHANGE, Interrupted
+
+Results = dict[str, Any]
+
+PRELOADED = [
+    "metasam.scripts.study",
+    "metasam.meta",
+    "metasam.models",
+    "metasam.tasks",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "sklearn.datasets",
+    "torch.utils.tensorboard",
+    "torch._dynamo",  # which torch.optim imports when the first optimizer is made
+]
+"""What most runs import, once for all of them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: its folder and its config, complete as `metasam.training.assemble.build` takes it."""
+
+    folder: Path
+    config: Config
+
+
+def run(cells: Sequence[Cell], *, workers: int = 1, title: str = "study", command: str = "") -> list[Results | str]:
+    """Run what is not finished; returns the results of every cell, or why it has none, in order.
+
+    Each runs in a process of its own on one thread, so its peak memory is its own and a crash takes nothing along.
+
+    Args:
+        cells: the runs; no two in one folder.
+        workers: how many at a time.
+        title: for the progress bar.
+        command: what started the study, for the record.
+
+    Raises:
+        Interrupted: someone asked to stop; every run is saved, and the same call goes on from there.
+        CheckpointError: a folder holds a finished run of another config.
+    """
+    found: dict[int, Results | str] = {i: r for i, cell in enumerate(cells) if (r := finished(cell)) is not None}
+    todo = [i for i in range(len(cells)) if i not in found]
+    context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+    if hasattr(os, "fork"):
+        context.set_forkserver_preload(PRELOADED)
+    running: dict[Connection, tuple[int, Any]] = {}
+    with progress.show(title, len(cells), len(found)) as bar:
+        try:
+            while todo or running:
+                while todo and len(running) < workers:
+                    i = todo.pop(0)
+                    ours, theirs = context.Pipe(duplex=False)
+                    # not a daemon: it must live to save its run when we are interrupted
+                    process = context.Process(target=_train, args=(cells[i], command, theirs, os.getpid()))
+                    process.start()
+                    theirs.close()
+                    running[ours] = i, process
+                for pipe in wait(list(running), timeout=1.0):
+                    assert isinstance(pipe, Connection)
+                    i, process = running.pop(pipe)
+                    said = _heard(pipe)
+                    process.join()
+                    done = finished(cells[i])
+                    found[i] = done if done is not None else said or f"died with exit code {process.exitcode}"
+                    bar.update(len(found), cells[i].folder.as_posix())
+        except KeyboardInterrupt:
+            for _, process in running.values():
+                if process.pid is not None:
+                    os.kill(process.pid, signal.SIGTERM)
+            for _, process in running.values():
+                process.join()
+            raise Interrupted(f"stopped with {len(found)} of {len(cells)} runs finished, the others saved") from None
+    return [found[i] for i in range(len(cells))]
+
+
+def finished(cell: Cell) -> Results | None:
+    """The results of a cell that has run to its end.
+
+    Raises:
+        CheckpointError: they are those of another config.
+    """
+    file = cell.folder / "results.json"
+    if not file.exists():
+        return None
+    results: Results = json.loads(file.read_text(encoding="utf-8"))
+    old, new = (
+        {k: v for k, v in flatten(c).items() if k not in MAY_CHANGE and not k.startswith(("maml.", "network."))}
+        for c in (results["config"], plain(cell.config))
+    )
+    differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    if differing:
+        k = differing[0]
+        raise CheckpointError(
+            f"{cell.folder} holds a run with {k}={old.get(k)!r}, not {new.get(k)!r}: use another study=DIR"
+        )
+    return results
+
+
+def _train(cell: Cell, command: str, pipe: Connection, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everyone; the parent tells us to stop
+    _end_with(parent)
+    keep_freed_memory()
+    assemble.set_threads(1)
+    try:
+        device = assemble.choose_device(cell.config["device"])
+        parts = assemble.build(cell.config, device)
+        assemble.trainer(parts, cell.folder, device=device, command=command, quiet=True).fit(resume=True)
+        pipe.send("")
+    except (Exception, Interrupted) as error:
+        pipe.send(str(error) or type(error).__name__)
+    finally:
+        pipe.close()
+
+
+def _end_with(parent: int) -> None:
+    """End when the study's process does, however that ends; the last checkpoint is there to continue from."""
+
+    def watch() -> None:
+        while _alive(parent):
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _heard(pipe: Connection) -> str:
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return ""
