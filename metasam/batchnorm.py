@@ -54,6 +54,10 @@ def frozen(model: nn.Module | None = None) -> Iterator[None]:
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             module.track_running_stats = False
             touched.append((module, _hide(module)))
+        compiled = getattr(module, "_orig_mod", None)  # no hook is called for what torch.compile wraps
+        if isinstance(compiled, nn.Module):
+            for inner in compiled.modules():
+                freeze(inner)
 
     hook = None
     if model is None:

@@ -88,7 +88,7 @@ class LiveOracle:
 
     def answer(self, on: str, part: Part | None, loss: Tensor, losses: Tensor | None, grad: bool) -> Eval:
         """The evaluation that has just been made: takes its gradients, looks whether they are finite, counts it."""
-        grads = self._take() if grad else {}
+        grads = self._take(on) if grad else {}
         # a rule that descends on its own moves the base's state at once: it must know before
         if not isinstance(self.optimizer.rule, DirectionRule):
             self.finite = self.finite and tree.is_finite(grads)
@@ -143,18 +143,28 @@ class LiveOracle:
                 torch._foreach_copy_(targets, home)
             torch.clear_autocast_cache()
 
-    def _take(self) -> Params:
+    def _take(self, on: str) -> Params:
         taken = {k: p.grad for k, p in self.live.items() if p.grad is not None}
         put(self.live, {})
         if self.unscaling is not None:
             taken = self.unscaling(self.live, taken)
-        return self.sparsity.dense(taken)
+        return self.sparsity.dense(taken, on)
 
-    def put(self, grads: Params) -> None:
-        """Set the gradients that the base descends along."""
-        if self.optimizer.clip is not None:
-            grads = clipped(grads, self.optimizer.clip)
+    def descend(self, grads: Params) -> None:
+        """Let the base step along the gradients, clipped, and sparse where backward made sparse ones."""
+        optimizer, rows = self.optimizer, self.sparsity.rows
+        if optimizer.clip is not None:
+            grads = clipped(grads, optimizer.clip)
         put(self.live, self.sparsity.restore(grads))
+        try:
+            optimizer.base.step()
+        except RuntimeError as e:
+            if not rows:
+                raise
+            raise RuntimeError(
+                f"{type(optimizer.base).__name__} stepped on the sparse gradients of {', '.join(rows)}, and failed "
+                f"({e}): use SparseAdam or SGD without weight_decay for them, or nn.Embedding(sparse=False)"
+            ) from e
 
     def passed(self) -> bool:
         """Whether every pass so far was finite, as far as anybody looked: the scaler, or `finite`."""
@@ -183,8 +193,7 @@ class LiveDescent:
             copy(self.live, params)
             # not once something was not finite: the step will be skipped, and the base's state is to stay
             if self.at.finite:
-                self.at.put(grads)
-                self.base.step()
+                self.at.descend(grads)
             return {k: p.detach().clone() for k, p in self.live.items()}
         finally:
             copy(self.live, home)

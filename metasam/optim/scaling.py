@@ -78,21 +78,21 @@ class Unscaling:
 class Sparsity:
     """Sparse gradients: dense while a rule works on them, for the base as backward made them.
 
-    Rows are those that a pass of this step touched, and those where the rule descends for another reason (a memory of
-    earlier steps).
+    Rows are those that a train pass of this step touched, and those where the rule descends for another reason (other
+    data, a memory of earlier steps).
     """
 
     def __init__(self) -> None:
         self.rows: Params = {}
 
-    def dense(self, grads: Params) -> Params:
+    def dense(self, grads: Params, on: str) -> Params:
         """All gradients dense; sparse ones are remembered."""
-        return {k: self._dense(k, g) if g.is_sparse else g for k, g in grads.items()}
+        return {k: self._dense(k, g, on) if g.is_sparse else g for k, g in grads.items()}
 
-    def _dense(self, key: str, grad: Tensor) -> Tensor:
+    def _dense(self, key: str, grad: Tensor, on: str) -> Tensor:
         grad = grad.coalesce()
         touched = torch.zeros(grad.shape[0], dtype=torch.bool, device=grad.device)
-        touched[grad.indices()[0]] = True
+        touched[grad.indices()[0]] = on == "train"
         self.rows[key] = self.rows[key] | touched if key in self.rows else touched
         return grad.to_dense()
 

@@ -41,7 +41,7 @@ class SharpnessAware(WithoutClosure):
         rule: a `metasam.rules.Rule`.
         model: gives parameters their names (ASAM tells weights from biases by them) and speeds up finding BatchNorm.
             Without it names are those of ``base`` (``named_parameters()``), else numbers, and BatchNorm is found as it
-            is called.
+            is called, by a global hook that ``torch.compile`` warns about.
         clip: largest norm of the gradient that ``base`` descends along, as ``clip_grad_norm_`` just before its step;
             the ascent is not clipped. Rules that descend on their own clip at each ``base.step()`` (Lookbehind's
             inner steps, WSAM's plain step without its sharpness term). None: no limit.
@@ -201,7 +201,8 @@ class SharpnessAware(WithoutClosure):
 
         Raises:
             TypeError: no closure.
-            RuntimeError: no ``scaler.update()`` since the last step, or the gradients were unscaled already.
+            RuntimeError: no ``scaler.update()`` since the last step, or the gradients were unscaled already; the base
+                takes no sparse gradients.
         """
         if closure is None:
             raise TypeError(
@@ -223,8 +224,7 @@ class SharpnessAware(WithoutClosure):
                 grads, state = rule.direction(at, params, state)
                 commit = at.passed() and _is_finite(grads, state)
                 if commit:
-                    at.put(grads)
-                    self.base.step()
+                    at.descend(grads)
                 else:
                     put(live, {})
             else:
