@@ -18,7 +18,9 @@ from .optim import LookbehindSAM as LookbehindSAM
 from .optim import LookSAM as LookSAM
 from .optim import MomentumSAM as MomentumSAM
 from .optim import MultiStepSAM as MultiStepSAM
+from .optim import ProportionalRho as ProportionalRho
 from .optim import RandomSAM as RandomSAM
+from .optim import RhoScheduler as RhoScheduler
 from .optim import SharpnessAware as SharpnessAware
 from .optim import SparseSAM as SparseSAM
 from .optim import VaSSO as VaSSO
@@ -39,7 +41,9 @@ __all__ = [
     "LookbehindSAM",
     "MomentumSAM",
     "MultiStepSAM",
+    "ProportionalRho",
     "RandomSAM",
+    "RhoScheduler",
     "SharpMAML",
     "SharpnessAware",
     "SparseSAM",

@@ -114,9 +114,15 @@ def reject(a: Params, b: Params) -> Params:
     return scale(rest, torch.where(squared_norm(rest) <= noise**2 * squared_norm(a), 0.0, 1.0))
 
 
-def lerp(a: Params, b: Params, weight: float) -> Params:
-    """``(1 - weight) a + weight b``."""
-    return add(scale(a, 1 - weight), b, weight)
+def average(past: Params, new: Params, weight: float) -> Params:
+    """``(1 - weight) past + weight new``: a running mean, which begins at ``new`` itself where there is no past.
+
+    >>> average({"u": torch.zeros(1)}, {"u": torch.ones(1), "v": torch.ones(1)}, 0.1)
+    {'v': tensor([1.]), 'u': tensor([0.1000])}
+    """
+    later = {k: v for k, v in new.items() if k in past}
+    first = {k: v.clone() for k, v in new.items() if k not in past}
+    return {**first, **add(scale(past, 1 - weight), later, weight)}
 
 
 def squared_norm(tree: Params) -> Tensor:

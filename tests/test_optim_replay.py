@@ -442,6 +442,16 @@ def test_second_step_needs_a_first_and_a_first_a_second():
     pickle.loads(pickle.dumps(optimizer)).state_dict()
 
 
+def test_a_first_step_on_top_of_the_last_gradients_is_refused():
+    model = MLP.model(torch.float32)
+    optimizer = SAM(model.parameters(), lr=0.1)
+    for clear in (lambda: None, lambda: model.zero_grad(set_to_none=False), optimizer.zero_grad):
+        clear()
+        phased(MLP, model, optimizer, 0, zero_grad=False)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before backward, or second_step\(zero_grad=True\)"):
+        phased(MLP, model, optimizer, 0)
+
+
 @pytest.mark.parametrize(
     ("rule", "before"),
     [
@@ -459,6 +469,7 @@ def test_rules_of_other_evaluations_say_what_to_write(rule, before):
     optimizer = SharpnessAware(BASES["momentum"](model.parameters()), rule)
     for t in range(before):
         looped(MLP, model, optimizer, t)
+    optimizer.zero_grad()
     home = params_of(model)
     with pytest.raises(RuntimeError, match=r"twice.*for on in optimizer\.passes\(\).*step\(closure\)"):
         phased(MLP, model, optimizer, 0)

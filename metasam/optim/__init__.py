@@ -29,4 +29,6 @@ from .named import RandomSAM as RandomSAM
 from .named import SparseSAM as SparseSAM
 from .named import VaSSO as VaSSO
 from .oracle import LiveOracle as LiveOracle
+from .schedules import ProportionalRho as ProportionalRho
+from .schedules import RhoScheduler as RhoScheduler
 from .sharpness_aware import SharpnessAware as SharpnessAware

@@ -374,7 +374,7 @@ class AgnosticSAM(Named):
         rho_val: radius of the descent on the validation loss; 0.05 for CIFAR-10, 0.1 for CIFAR-100 in the paper.
         lookahead: take the validation gradient at its own perturbed point (the first paper); False is the cheaper
             printed form, with 1 evaluation of the validation batch.
-        val_momentum: weight of the past in a running mean of the validation gradient.
+        val_momentum: weight of the past in a running mean of the validation gradient, which begins at the first one.
         model: see `SharpnessAware`.
         settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
     """

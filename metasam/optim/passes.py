@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .. import tree
 from ..rules import Rule
 from ..types import Eval, Params, Part
+from .foreign import is_piled_up
 from .oracle import LiveDescent, LiveOracle
 
 if TYPE_CHECKING:
@@ -162,12 +163,17 @@ class WithoutClosure(Optimizer):
             scaler: as in `passes`; both losses are scaled, and ``scaler.update()`` follows `second_step`.
 
         Raises:
-            RuntimeError: an earlier step is not over; the rule makes other evaluations than these two; or
-                ``same_noise``, which has to know where the first of them began.
+            RuntimeError: an earlier step is not over, or its gradients were not cleared; the rule makes other
+                evaluations than these two; or ``same_noise``, which has to know where the first of them began.
         """
         self._expect_no_pass("first_step()")
         if self.same_noise:
             raise RuntimeError("same_noise=True needs to see the first evaluation: write passes() or step(closure)")
+        if is_piled_up(self):
+            raise RuntimeError(
+                "expected the gradients of this batch alone; they came on top of those that the last step left: call "
+                "optimizer.zero_grad() before backward, or second_step(zero_grad=True)"
+            )
         at = Passes(self, self._live(), scaler)
         wanted = at.wanted()
         if wanted is not None and not wanted[0] and wanted[1] == "train":

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .. import tree
 from ..rules import DirectionRule, Rule
 from ..types import Params, State
+from .foreign import mark, watched
 from .oracle import Closure, LiveDescent, LiveOracle, copy
 from .passes import Passes, WithoutClosure
 from .scaling import Gate, put
@@ -70,6 +71,7 @@ class SharpnessAware(WithoutClosure):
     clip: float | None = None
     same_noise: bool = False
     gates: Sequence[Gate] = ()
+    warned: bool = False  # of gradients from outside the closure
     arrives: bool = False  # once it is known whether rounding swallows a displacement
     skipped: int
     """Steps skipped because a gradient was not finite."""
@@ -212,12 +214,13 @@ class SharpnessAware(WithoutClosure):
                 "and with a GradScaler, optimizer.step(closure, scaler=scaler) in place of scaler.step(optimizer)"
             )
         self._expect_no_pass("step(closure)")
-        self.base.zero_grad()  # what an earlier step left on a parameter that is frozen by now, too
         if isinstance(closure, Passes):
             at: LiveOracle = closure
         else:
-            at = LiveOracle(self, self._live(), {"train": closure, **others}, scaler)
+            live = self._live()
+            at = LiveOracle(self, live, {"train": watched(closure, live, self), **others}, scaler)
         live = at.live
+        self.base.zero_grad()  # what an earlier step left on a parameter that is frozen by now, too
         rule, params, state = self.prepared(live)
         with tree.fused():
             if isinstance(rule, DirectionRule):
@@ -232,6 +235,7 @@ class SharpnessAware(WithoutClosure):
                 commit = at.passed() and _is_finite(moved, state)
                 if commit:
                     copy(live, moved)
+        mark(self)
         if commit:
             self.rule_state = state
         else:
@@ -244,6 +248,7 @@ class SharpnessAware(WithoutClosure):
         packed = self.base.state_dict()
         packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
         numbers: dict[str, Any] = {"rule.skipped": self.skipped, "rule.counts": dict(self.counts)}
+        numbers["rule.name"] = type(self.rule).__name__
         ids = dict(zip(self._all_keys(), (i for g in packed["param_groups"] for i in g["params"]), strict=True))
         for slot, value in (self.rule_state or {}).items():
             if isinstance(value, dict):
@@ -257,9 +262,18 @@ class SharpnessAware(WithoutClosure):
         packed["param_groups"][0].update(numbers)
         return packed
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave; a plain optimizer's is taken too, with the rule's radii and a fresh state."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what `state_dict` gave; a plain optimizer's is taken too, with the rule's radii and a fresh state.
+
+        Args:
+            state_dict: of this rule, or of the base alone.
+            strict: False takes from the state of another rule what is the base's, and starts this rule afresh.
+
+        Raises:
+            ValueError: not the state of an optimizer, or of other parameters, or of another rule; nothing is changed.
+        """
         self._expect_no_pass("load_state_dict()")
+        _check_saved(state_dict, self.param_groups)
         groups = [dict(g) for g in state_dict["param_groups"]]
         # torch would cast per-parameter state to the parameter's dtype, and would alias it: ours is split off first
         per_param = {
@@ -269,25 +283,58 @@ class SharpnessAware(WithoutClosure):
             k: {n: t for n, t in v.items() if not str(n).startswith("rule.")} for k, v in state_dict["state"].items()
         }
         numbers = {k: groups[0].pop(k) for k in list(groups[0]) if k.startswith("rule.")}
-        for group, own in zip(groups, self.param_groups, strict=False):
+        skipped, counts = numbers.pop("rule.skipped", 0), dict(numbers.pop("rule.counts", {}))
+        name, fresh = numbers.pop("rule.name", type(self.rule).__name__), numbers.pop("rule.fresh", False)
+        if name != type(self.rule).__name__ and numbers:
+            if strict:
+                raise ValueError(
+                    f"expected the state of {type(self.rule).__name__}, got that of {name}, which remembers "
+                    f"{', '.join(n[5:] for n in numbers)}: load_state_dict(state_dict, strict=False) takes the base "
+                    "optimizer's part of it and starts the rule afresh"
+                )
+            fresh = True
+        for group, own in zip(groups, self.param_groups, strict=True):
             for key in self.rule.hyper:
                 group.setdefault(key, own[key])
+                if f"initial_{key}" in own:  # a schedule's
+                    group.setdefault(f"initial_{key}", own[f"initial_{key}"])
         state = {**state_dict, "state": {k: v for k, v in plain.items() if v}, "param_groups": groups}
-        self.base.load_state_dict(state)
-        self.skipped = numbers.pop("rule.skipped", 0)
-        self.counts = dict(numbers.pop("rule.counts", {}))
-        if not numbers or numbers.pop("rule.fresh", False):
+        kept = self.base.state, self.base.param_groups
+        try:
+            self.base.load_state_dict(state)
+        except (KeyError, TypeError, IndexError) as e:
+            self.base.state, self.base.param_groups = kept
+            raise ValueError(
+                f"expected the state of {type(self.base).__name__}, got one that it cannot load: {e!r}"
+            ) from e
+        self.skipped, self.counts = skipped, counts
+        if not numbers or fresh:
             self.rule_state = None
             return
         keys = dict(zip((i for g in groups for i in g["params"]), self._all_keys(), strict=True))
         live = self._live()
         self.rule_state = {}
-        for name, value in numbers.items():
+        for slot, value in numbers.items():
             if value is None:
-                found = {keys[i]: v[name] for i, v in per_param.items() if name in v}
-                self.rule_state[name[5:]] = {k: t.clone().to(live[k].device) for k, t in found.items() if k in live}
+                found = {keys[i]: v[slot] for i, v in per_param.items() if slot in v}
+                self.rule_state[slot[5:]] = {k: t.clone().to(live[k].device) for k, t in found.items() if k in live}
             else:
-                self.rule_state[name[5:]] = value
+                self.rule_state[slot[5:]] = value
+
+
+def _check_saved(state_dict: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless it is an optimizer's state, of groups of the same sizes."""
+    groups = state_dict.get("param_groups", ())
+    if not groups or "state" not in state_dict or any("params" not in g for g in groups):
+        raise ValueError(
+            "expected what state_dict() gave, with the keys 'state' and 'param_groups', got "
+            f"{', '.join(map(repr, state_dict)) or 'an empty one'}"
+        )
+    sizes, wanted = [len(g["params"]) for g in groups], [len(g["params"]) for g in own]
+    if sizes != wanted:
+        raise ValueError(
+            f"expected param groups of {wanted} parameters, got {sizes}: those of another model or grouping"
+        )
 
 
 def _within(state: State, live: Params) -> State:

@@ -25,7 +25,8 @@ class Agnostic(DirectionRule):
         rho_val: radius of the descent on the validation loss, and of its look-ahead; SAM's rho in the paper.
         lookahead: evaluate the validation gradient at its own perturbed point, as the first paper does; the later
             printed form does not.
-        val_momentum: weight of the past in a running mean of the validation gradient; 0 keeps none.
+        val_momentum: weight of the past in a running mean of the validation gradient, which begins at the first one,
+            not at zero; 0 keeps none.
         perturb: the geometry of all three displacements.
         through: as in `metasam.rules.Sharp`.
     """
@@ -60,7 +61,7 @@ class Agnostic(DirectionRule):
             eps = self.perturb(params, h_v, self.rho_val)
             h_v = at(eps if self.through else tree.detach(eps), on="val", local=True, graph=self.through).grads
         if self.val_momentum:
-            h_v = tree.lerp(state.get("h_v", h_v), h_v, 1 - self.val_momentum)
+            h_v = tree.average(state.get("h_v", {}), h_v, 1 - self.val_momentum)
             state = {"h_v": h_v}
         g_t = at(local=True, graph=self.through).grads
         eps = tree.add(

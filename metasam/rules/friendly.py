@@ -48,6 +48,6 @@ class FriendlySAM(DirectionRule):
         """``grad L(w + eps)``."""
         g = at(local=True, graph=self.through).grads
         d = tree.add(g, state["m"], -self.sigma) if "m" in state else g
-        m = tree.lerp(state.get("m", g), g, 1 - self.decay)
+        m = tree.average(state.get("m", {}), g, 1 - self.decay)
         eps = self.perturb(params, d, self.rho)
         return at(eps if self.through else tree.detach(eps)).grads, {"m": m}

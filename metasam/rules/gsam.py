@@ -17,7 +17,7 @@ class GSAM(DirectionRule):
     """``u(g_p - gap g_perp)``, ``g_p = grad L(w + eps)``, ``g_perp`` the part of ``g = grad L(w)`` orthogonal to g_p.
 
     Args:
-        rho: radius. The paper lets it follow the learning rate between two values; see `metasam.schedules`.
+        rho: radius. The paper lets it follow the learning rate between two values; see `metasam.ProportionalRho`.
         gap: the paper's alpha, how hard to lower the surrogate gap ``L(w + eps) - L(w)``; 0 is SAM.
         perturb: the geometry.
         through: as in `metasam.rules.Sharp`.

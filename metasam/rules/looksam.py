@@ -51,7 +51,8 @@ class LookSAM(DirectionRule):
         step = state["step"]
         g = at().grads
         if step % self.every:
-            g_v = state["g_v"]
+            # what has no gradient now is not moved, and does not count in the length
+            g_v = {k: v for k, v in state["g_v"].items() if k in g}
             square = tree.squared_norm(g)
             # normalizer(square) * square is ||g||, with a derivative at 0
             length = self.reuse * tree.normalizer(square) * square * tree.normalizer(tree.squared_norm(g_v))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Fisher, Perturb, Steepest
 from ..tree import Factor
 from ..types import Oracle, Params, Part, State
 from .base import DirectionRule, check_radius, losses_of
@@ -29,7 +29,7 @@ class Sharp(DirectionRule):
         perturb: the geometry: `metasam.perturb.Steepest` (SAM), ``Adaptive`` (ASAM), ``Unnormalised`` (USAM).
         steps: number of ascent steps.
         step_size: length of one ascent step as a fraction of rho. None: ``1/steps``, which never leaves the ball;
-            a longer one is projected back onto it.
+            a longer one is projected back onto it, which `metasam.perturb.Fisher` refuses.
         m: examples that share an eps (m-sharpness): the batch is taken in shards of m, each with its own ascent, and
             the gradients at the shards' points are averaged; 1 is 1-SAM. Costs a forward more. None: the whole batch.
         through: differentiate through eps where somebody differentiates through the step (inner loops), as the
@@ -51,6 +51,11 @@ class Sharp(DirectionRule):
             raise ValueError(f"expected steps >= 1 ascent steps, got steps={self.steps}; Plain() takes none")
         if self.step_size is not None and not 0 < self.step_size < math.inf:
             raise ValueError(f"expected step_size > 0 (a fraction of rho), got step_size={self.step_size}")
+        if isinstance(self.perturb, Fisher) and self.steps * (self.step_size or 0) > 1 + 1e-9:
+            raise ValueError(
+                f"expected step_size <= 1/steps with {self.perturb}, got step_size={self.step_size} and steps="
+                f"{self.steps}: its ellipsoid changes with the gradient: there is none to project a longer climb onto"
+            )
         if self.m is not None and self.m < 1:
             raise ValueError(f"expected m >= 1 examples a shard, or None, got m={self.m}")
 

@@ -43,6 +43,6 @@ class VaSSO(DirectionRule):
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
         """``grad L(w + eps)``."""
         g = at(local=True, graph=self.through).grads
-        d = tree.lerp(state.get("d", g), g, self.theta)
+        d = tree.average(state.get("d", {}), g, self.theta)
         eps = self.perturb(params, d, self.rho)
         return at(eps if self.through else tree.detach(eps)).grads, {"d": d}
