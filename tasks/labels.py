@@ -87,7 +87,7 @@ def spoil(
         labels: int64 ``[N]`` below ``classes``.
         classes: number of classes.
         noise: the share of wrong labels, of the n examples that can get one.
-        key: which ones, and what they become; more noise with the same key keeps the wrong labels and adds others.
+        key: which ones, and what they become.
         kind: "symmetric": every example can get a wrong label, any other class with equal chance. "asymmetric": class c
             becomes ``confusions[c]``, and classes that are not in it keep their labels.
         confusions: of "asymmetric"; None: c becomes c + 1, the last class the first.

@@ -9,8 +9,8 @@
 Each makes a `Supervised`, and takes these options:
 
 - ``classes``: only the first so many classes.
-- ``per_class``: only so many training examples of each class; ``fraction``: only that share of the training set, each
-  class in proportion. Chosen by ``seed``, a smaller set inside a larger one.
+- ``per_class``: only so many training examples of each class, a smaller number out of a larger one. ``fraction``: only
+  that share of the training set, each class in proportion. Both are chosen by ``seed``.
 - ``noise``: share of training labels that are made wrong, an exact number of them, chosen by ``seed``; see
   `metasam.tasks.labels.spoil` for the kinds. It comes after the choice above. Only training labels are touched, those
   of a held-out part included, as nobody who has noisy labels can tell; validation and test labels stay right.
@@ -291,11 +291,11 @@ def _supervised(
     **stream: Any,
 ) -> Supervised:
     """Apply the options that all sources share."""
-    count, per_class, fraction, noise, kind = options
+    limit, per_class, fraction, noise, kind = options
     seed = check_count("seed", stream["seed"], least=0)
     noise = check_noise(noise, kind)
     there = len(names) if names is not None else 1 + max(int(y.max()) for _, y in data.values())
-    classes = there if count is None else check_count("classes", count, least=2)
+    classes = there if limit is None else check_count("classes", limit, least=2)
     if classes > there:
         raise ValueError(f"expected classes to be at most {there}, which {name} has, got classes={classes}")
     if classes < there:
@@ -309,16 +309,16 @@ def _supervised(
         raise ValueError(f"expected per_class or fraction, got per_class={per_class} and fraction={fraction}: drop one")
     key = task_keys(seed, _LIMIT, [0])[0]
     if per_class is not None:
-        need_each = check_count("per_class", per_class)
+        count = check_count("per_class", per_class)
         sizes = y.bincount(minlength=classes)
-        short = (sizes < need_each).nonzero().flatten().tolist()
+        short = (sizes < count).nonzero().flatten().tolist()
         if short:
             c = short[0]
             raise ValueError(
                 f"class {named(c)!r} of {name} has {int(sizes[c])} training examples, per_class="
-                f"{need_each} needs {need_each}: set per_class={int(sizes.min())} or less"
+                f"{count} needs {count}: set per_class={int(sizes.min())} or less"
             )
-        chosen = take(y, torch.full((classes,), need_each), key)
+        chosen = take(y, torch.full((classes,), count), key)
         x, y = x[chosen], y[chosen]
     elif fraction is not None:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
@@ -346,9 +346,8 @@ def _supervised(
         "noise_kind": kind if noise else None,
         "wrong_labels": int((y != clean).sum()),
     }
-    return Supervised(
-        (x, y), data["validation"], data["test"], classes=classes, name=name, description=facts, **stream
-    )  # fmt: skip
+    kept = {"validation": data["validation"], "test": data["test"]}
+    return Supervised((x, y), **kept, classes=classes, name=name, description=facts, **stream)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -203,8 +203,15 @@ def test_augmentation_changes_training_and_query_batches_only():
         assert torch.equal(a.support[1], b.support[1])
         for one, other in ((a.support[0], b.support[0]), (a.query[0], b.query[0])):
             assert (one != other).flatten(1).any(1).float().mean() > 0.5
-    whole = digits(batch_size=800, augment="crop_flip")  # the same examples in the next epoch, changed anew
-    assert rows(whole.batch(0).support[0]) != rows(whole.batch(1).support[0])
+    one = torch.arange(1, 257.0).view(1, 1, 16, 16), torch.zeros(1).long()
+    for side in ("support", "query"):  # the same image at every step, changed by step and seed
+
+        def steps(seed, side=side):
+            data = Supervised(one, one, one, seed=seed, augment="crop_flip")
+            return [getattr(data.batch(i), side)[0].numpy().tobytes() for i in range(30)]
+
+        assert len(set(steps(0))) > 15
+        assert steps(0) == steps(0) != steps(1)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +281,10 @@ def test_parts_of_labels_are_exact():
 
 @pytest.mark.parametrize("noise", [0.1, 0.37, 0.8, 1.0])
 def test_symmetric_noise(noise):
-    clean = torch.arange(4003) % 10
+    clean = torch.arange(4007) % 10
     got = spoil(clean, 10, noise, torch.tensor(9))
     wrong = got != clean
-    assert wrong.sum() == round(noise * 4003)
+    assert wrong.sum() == round(noise * 4007)
     each = clean[wrong].bincount(minlength=10)
     assert (each - noise * clean.bincount()).abs().max() < 1
     offsets = ((got - clean) % 10)[wrong].bincount(minlength=10)
@@ -285,9 +292,8 @@ def test_symmetric_noise(noise):
     expected = wrong.sum() / 9
     chi2 = ((offsets[1:] - expected) ** 2 / expected).sum()
     assert chi2 < 26.1  # 8 degrees of freedom, one in a thousand
-    assert torch.equal(clean, torch.arange(4003) % 10)
-    less = spoil(clean, 10, noise / 2, torch.tensor(9))
-    assert torch.equal(less[less != clean], got[less != clean])
+    assert torch.equal(clean, torch.arange(4007) % 10)
+    assert not torch.equal(got, spoil(clean, 10, noise, torch.tensor(8)))
 
 
 def test_asymmetric_noise():
@@ -353,6 +359,11 @@ def test_noise_is_on_training_labels_alone():
     facts = noisy.describe()
     assert (facts["noise"], facts["noise_kind"], facts["wrong_labels"]) == (0.25, "symmetric", 100)
     assert clean.describe()["noise_kind"] is None
+    wrong = [
+        everything(digits(seed=seed, noise=0.25), "train")[1] != everything(digits(), "train")[1] for seed in (1, 2)
+    ]
+    assert wrong[0].sum() == wrong[1].sum() == 200
+    assert not torch.equal(*wrong)
     # held-out labels are as noisy: those trained on and those held out have all the wrong ones between them
     held = digits(per_class=40, seed=4, noise=0.25, holdout=0.5, batch_size=10)
 
@@ -536,6 +547,20 @@ def test_images_are_cropped_about_their_centre(tmp_path):
             picture.save(tmp_path / name / f"{i}.png")
     x, _ = everything(image_folder(tmp_path, image_size=10, standardize=False, test=2, validation=2), "train")
     assert (x == 1).all()
+
+
+def test_images_stand_as_the_camera_was_held(tmp_path):
+    picture = Image.new("L", (8, 8))
+    picture.paste(255, (0, 0, 8, 4))  # light above, in the file
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    for i in range(4):
+        for name in "ab":
+            (tmp_path / name).mkdir(exist_ok=True)
+            picture.save(tmp_path / name / f"{i}.png", exif=exif)
+    x, _ = everything(image_folder(tmp_path, image_size=8, standardize=False, test=2, validation=2), "train")
+    assert (x[:, :, 4:] == 1).all()
+    assert (x[:, :, :4] == 0).all()
 
 
 def test_image_folders_that_cannot_be_read(tmp_path):
