@@ -346,8 +346,8 @@ def _supervised(
         "noise_kind": kind if noise else None,
         "wrong_labels": int((y != clean).sum()),
     }
-    kept = {"validation": data["validation"], "test": data["test"]}
-    return Supervised((x, y), **kept, classes=classes, name=name, description=facts, **stream)
+    others = data["validation"], data["test"]
+    return Supervised((x, y), *others, classes=classes, name=name, description=facts, **stream)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
