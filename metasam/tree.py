@@ -7,7 +7,7 @@ Every function has two bodies that agree: one tensor at a time, which autograd a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -45,15 +45,18 @@ def add(a: Params, b: Params, alpha: float | Tensor = 1.0) -> Params:
     >>> add({"u": torch.ones(1)}, {"u": torch.ones(1), "v": torch.ones(1)})
     {'u': tensor([2.]), 'v': tensor([1.])}
     """
-    plain = not isinstance(alpha, Tensor) and alpha == 1
+    plain, minus = (not isinstance(alpha, Tensor) and alpha == sign for sign in (1, -1))
     rest = {k: v for k, v in b.items() if k not in a}
     shared = {k: b[k] for k in a if k in b}
     if not plain:
-        rest, shared = scale(rest, alpha), scale(shared, alpha)
+        rest = scale(rest, alpha)
+    if not plain and not minus:  # a - b is a + (-1) b to the last bit, without a copy of b
+        shared = scale(shared, alpha)
     if _fused.get() and shared:
-        sums = dict(zip(shared, torch._foreach_add([a[k] for k in shared], list(shared.values())), strict=True))
+        both = [a[k] for k in shared], list(shared.values())
+        sums = dict(zip(shared, torch._foreach_sub(*both) if minus else torch._foreach_add(*both), strict=True))
     else:
-        sums = {k: a[k] + v for k, v in shared.items()}
+        sums = {k: a[k] - v if minus else a[k] + v for k, v in shared.items()}
     return {**a, **rest, **sums}
 
 
@@ -152,13 +155,18 @@ def normalizer(square: Tensor) -> Tensor:
     return square / padded / padded.sqrt()
 
 
+@torch.no_grad()
 def is_finite(tree: Params) -> bool:
     """Whether every entry is finite (one synchronisation per device)."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for v in tree.values():
         if v.numel() == 0:
             continue
-        by_device.setdefault(v.device, []).append(v.detach())
-    # a maximum cannot overflow, as a sum of squares could; NaN propagates through it
-    norms = [torch.stack(torch._foreach_norm(vs, ord=float("inf"))) for vs in by_device.values()]
+        by_device.setdefault(v.device, []).append(v)
+    # L2 norms are fast, but a sum of squares can overflow; a maximum cannot, and NaN propagates through it
+    return any(_finite_norms(by_device.values(), order) for order in (2.0, float("inf")))
+
+
+def _finite_norms(groups: Iterable[list[Tensor]], order: float) -> bool:
+    norms = [torch.stack(torch._foreach_norm(vs, ord=order)) for vs in groups]
     return all(bool(torch.isfinite(n).all()) for n in norms)

@@ -34,6 +34,14 @@ def test_add_keeps_the_union_of_keys(fused):
 
 @each_body
 @pytest.mark.usefixtures("body")
+@pytest.mark.parametrize("minus", [-1, -1.0, torch.tensor(-1.0)], ids=repr)
+def test_add_of_minus_one_is_a_difference(fused, minus):
+    difference = {"u": torch.tensor([0.5, -2.25]), "v": torch.tensor([[-2.0]]), "a": A["a"], "b": -B["b"]}
+    assert_same(tree.add(A, B, minus), difference)
+
+
+@each_body
+@pytest.mark.usefixtures("body")
 def test_mul_and_dot_keep_the_intersection(fused):
     assert_same(tree.mul(A, B), {"u": torch.tensor([0.5, -0.5]), "v": torch.tensor([[15.0]])})
     assert tree.dot(A, B) == 0.5 - 0.5 + 15

@@ -56,17 +56,19 @@ class Agnostic(DirectionRule):
 
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:
         """``grad L_t(w_t)``."""
+        # what is not needed any more is let go, so that no more than three copies of the weights live at once
         h_v = at(on="val", local=True, graph=self.through).grads
         if self.lookahead:
             eps = self.perturb(params, h_v, self.rho_val)
+            del h_v
             h_v = at(eps if self.through else tree.detach(eps), on="val", local=True, graph=self.through).grads
+            del eps
         if self.val_momentum:
             h_v = tree.average(state.get("h_v", {}), h_v, 1 - self.val_momentum)
             state = {"h_v": h_v}
-        g_t = at(local=True, graph=self.through).grads
-        eps = tree.add(
-            self.perturb(params, g_t, self.rho_train),
-            self.perturb(params, h_v, self.rho_val),
-            -1,
-        )
+        down = self.perturb(params, h_v, self.rho_val)
+        del h_v
+        up = self.perturb(params, at(local=True, graph=self.through).grads, self.rho_train)
+        eps = tree.add(up, down, -1)
+        del up, down
         return at(eps if self.through else tree.detach(eps)).grads, state
