@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from . import shards
 from .types import Params
 
 
@@ -25,4 +26,5 @@ def _draw(like: Tensor, generators: dict[torch.device, torch.Generator], key: tu
     if like.device not in generators:
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         generators[like.device] = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generators[like.device])
+    whole = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generators[like.device])
+    return shards.spread(whole, like)

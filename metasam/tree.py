@@ -14,6 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from . import shards
 from .types import Params
 
 Factor = float | Tensor | Mapping[str, float | Tensor]
@@ -35,8 +36,13 @@ def fused(on: bool = True) -> Iterator[None]:
         _fused.reset(token)
 
 
-def _one_device(tree: Params) -> bool:
-    return len({v.device for v in tree.values()}) == 1
+def _fuses(values: Sequence[Tensor]) -> bool:
+    """Whether one operation takes them all: none is spread over processes, or all over the same ones."""
+    return _fused.get() and len({shards.mesh_of(v) for v in values}) == 1
+
+
+def _one_device(values: Sequence[Tensor]) -> bool:
+    return len({v.device for v in values}) == 1
 
 
 def add(a: Params, b: Params, alpha: float | Tensor = 1.0) -> Params:
@@ -52,7 +58,7 @@ def add(a: Params, b: Params, alpha: float | Tensor = 1.0) -> Params:
         rest = scale(rest, alpha)
     if not plain and not minus:  # a - b is a + (-1) b to the last bit, without a copy of b
         shared = scale(shared, alpha)
-    if _fused.get() and shared:
+    if _fuses(list(shared.values())):
         both = [a[k] for k in shared], list(shared.values())
         sums = dict(zip(shared, torch._foreach_sub(*both) if minus else torch._foreach_add(*both), strict=True))
     else:
@@ -64,8 +70,8 @@ def scale(tree: Params, factor: Factor) -> Params:
     """``factor * tree``; a factor by key must cover every key."""
     if isinstance(factor, Mapping):
         return {k: v * _beside(factor[k], v) for k, v in tree.items()}
-    if _fused.get() and tree and _one_device(tree):
-        values = list(tree.values())
+    values = list(tree.values())
+    if _fuses(values) and _one_device(values):
         return dict(zip(tree, torch._foreach_mul(values, _beside(factor, values[0])), strict=True))
     return {k: v * _beside(factor, v) for k, v in tree.items()}
 
@@ -78,7 +84,7 @@ def _beside(factor: float | Tensor, tensor: Tensor) -> float | Tensor:
 def mul(a: Params, b: Params) -> Params:
     """``a * b`` entry by entry over the intersection of keys."""
     shared = [k for k in a if k in b]
-    if _fused.get() and shared:
+    if _fuses([a[k] for k in shared]):
         return dict(zip(shared, torch._foreach_mul([a[k] for k in shared], [b[k] for k in shared]), strict=True))
     return {k: a[k] * b[k] for k in shared}
 
@@ -98,8 +104,16 @@ def dot(a: Params, b: Params) -> Tensor:
     shared = [k for k in a if k in b]
     if not shared:
         return torch.zeros(())
+    if shards.any_spread(v for k in shared for v in (a[k], b[k])):
+        return shards.total(_share(a[k], b[k]) for k in shared)
     home = a[shared[0]].device
     return torch.stack([(_wide(a[k]) * _wide(b[k])).sum().to(home) for k in shared]).sum()
+
+
+def _share(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """This process's share of an inner product, after a tensor that tells over what to add the shares up."""
+    a = shards.settled(a if shards.mesh_of(b) is None else shards.alike(a, shards.settled(b)))
+    return a, (_wide(shards.local(a)) * _wide(shards.local(shards.alike(b, a)))).sum()
 
 
 def reject(a: Params, b: Params) -> Params:
@@ -134,7 +148,7 @@ def squared_norm(tree: Params) -> Tensor:
     >>> squared_norm({"u": torch.tensor([3.0]), "v": torch.tensor([4.0])})
     tensor(25.)
     """
-    if _fused.get() and tree and _one_device(tree):
+    if _fused.get() and tree and _one_device(list(tree.values())) and not shards.any_spread(tree.values()):
         values = [_wide(v) for v in tree.values()]
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))).square()
     return dot(tree, tree)
@@ -157,14 +171,19 @@ def normalizer(square: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_finite(tree: Params) -> bool:
-    """Whether every entry is finite (one synchronisation per device)."""
+    """Whether every entry is finite, on every process that tensors are spread over (one synchronisation per device)."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for v in tree.values():
-        if v.numel() == 0:
-            continue
-        by_device.setdefault(v.device, []).append(v)
+        piece = shards.local(shards.settled(v))
+        if piece.numel():
+            by_device.setdefault(piece.device, []).append(piece)
     # L2 norms are fast, but a sum of squares can overflow; a maximum cannot, and NaN propagates through it
-    return any(_finite_norms(by_device.values(), order) for order in (2.0, float("inf")))
+    finite = any(_finite_norms(by_device.values(), order) for order in (2.0, float("inf")))
+    if not shards.any_spread(tree.values()):
+        return finite
+    # a count, since a maximum over processes may lose NaN; given once a tensor, it reaches all of them
+    flags = ((shards.settled(v), torch.tensor(float(not finite), device=v.device)) for v in tree.values())
+    return not bool(shards.total(flags))
 
 
 def _finite_norms(groups: Iterable[list[Tensor]], order: float) -> bool:

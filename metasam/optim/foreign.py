@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import shards
 from ..types import Params
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def watched(closure: Callable[..., Any], live: Params, optimizer: SharpnessAware
         loss = closure(*args, **kwargs)
         if parameter.grad is stand_in:
             # one backward and nothing else; clearing in place would have been one more change
-            if stand_in._version == before + 1 and bool(found.any()):
+            if stand_in._version == before + 1 and bool(shards.local(found).any()):
                 optimizer.warned = True
                 warnings.warn(_MESSAGE, stacklevel=2)
             if stand_in._version == before:

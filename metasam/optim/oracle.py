@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from .. import batchnorm, noise, tree
+from .. import batchnorm, noise, shards, tree
 from ..rules import DirectionRule
-from ..types import Eval, Params, Part
+from ..types import Eval, Params, Part, State
+from .distributed import Workers
 from .rng import Replay
 from .scaling import Sparsity, Unscaling, clipped, put, warn_if_swallowed
 
@@ -42,7 +43,8 @@ class LiveOracle:
         self.sparsity, self.replay = Sparsity(), Replay()
         self.first_loss: Any = None
         self.counted = False
-        self.finite = True
+        self.finite, self.settled = True, True
+        self.workers = Workers(optimizer.model, live)
         self.separate: set[str] = set()
         self.sizes: dict[str, int] = {}  # examples of a batch, once seen whole
 
@@ -60,7 +62,7 @@ class LiveOracle:
         if closure is None:
             raise TypeError(f"{self.optimizer.rule} asks for the loss on {on!r}: call step(closure, {on}=...)")
         counts = self.counts(eps, on)
-        with self.around(eps, on, part):
+        with self.around(eps, on, part, local=local, grad=grad):
             loss, losses = self._evaluate(closure, on, part, grad)
             if counts:
                 self.first_loss = loss.detach() if isinstance(loss, Tensor) else loss
@@ -72,8 +74,13 @@ class LiveOracle:
         return on == "train" and not self.counted and not (eps and self.optimizer.rule.clean)
 
     @contextmanager
-    def around(self, eps: Params | None, on: str, part: Part | None = None) -> Iterator[None]:
-        """Where an evaluation happens: at ``+ eps``, gradients cleared, BatchNorm frozen where it is not to count."""
+    def around(
+        self, eps: Params | None, on: str, part: Part | None = None, *, local: bool = False, grad: bool = True
+    ) -> Iterator[None]:
+        """Where an evaluation happens: at ``+ eps``, gradients cleared, BatchNorm frozen where it is not to count.
+
+        Data-parallel workers do not synchronise a ``local`` gradient, unless they climb together.
+        """
         with ExitStack() as stack:
             if eps:
                 stack.enter_context(self._moved(eps))
@@ -83,6 +90,7 @@ class LiveOracle:
                 stack.enter_context(batchnorm.frozen(self.optimizer.model))
             if self.optimizer.same_noise:
                 stack.enter_context(self.replay(on, part))
+            stack.enter_context(self.workers.evaluate(local and self.optimizer.ascent == "local", grad))
             put(self.live, {})
             yield
 
@@ -91,9 +99,19 @@ class LiveOracle:
         grads = self._take(on) if grad else {}
         # a rule that descends on its own moves the base's state at once: it must know before
         if not isinstance(self.optimizer.rule, DirectionRule):
-            self.finite = self.finite and tree.is_finite(grads)
+            self.finite, self.settled = self.finite and tree.is_finite(grads), False
         self._count(on, part, losses, grad)
         return Eval(loss, grads, losses)
+
+    def is_finite(self) -> bool:
+        """Whether every gradient so far was finite, on every worker."""
+        if not self.settled:
+            self.finite, self.settled = self.workers.agree(self.finite), True
+        return self.finite
+
+    def agree(self, good: bool, state: State) -> bool:
+        """Whether all workers find a step good: of one direction, they may yet remember gradients of their own."""
+        return self.workers.agree(good) if slots(state) else good
 
     def _count(self, on: str, part: Part | None, losses: Tensor | None, grad: bool) -> None:
         counts, fraction = self.optimizer.counts, 1.0
@@ -128,14 +146,15 @@ class LiveOracle:
     @contextmanager
     def _moved(self, eps: Params) -> Iterator[None]:
         """The live weights at ``+ eps``, and afterwards where they were: copied back, since ``(w + e) - e != w``."""
-        targets = [self.live[k] for k in eps]
         with torch.no_grad():
+            targets = [shards.local(self.live[k]) for k in eps]
+            moves = [shards.local(shards.alike(e, self.live[k])) for k, e in eps.items()]
             home = clones(targets)
         try:
             with torch.no_grad():
-                torch._foreach_add_(targets, list(eps.values()))
+                torch._foreach_add_(targets, moves)
                 if not self.optimizer.arrives:
-                    self.optimizer.arrives = warn_if_swallowed(targets, home, list(eps.values()))
+                    self.optimizer.arrives = warn_if_swallowed(targets, home, moves)
             # autocast keeps low-precision copies of the weights, which would hide the displacement
             torch.clear_autocast_cache()
             yield
@@ -145,11 +164,13 @@ class LiveOracle:
             torch.clear_autocast_cache()
 
     def _take(self, on: str) -> Params:
-        taken = {k: p.grad for k, p in self.live.items() if p.grad is not None}
+        taken = {k: shards.alike(p.grad, p) for k, p in self.live.items() if p.grad is not None}
+        taken = self.workers.own(taken)
         put(self.live, {})
         if self.unscaling is not None:
             taken = self.unscaling(self.live, taken)
-        return self.sparsity.dense(taken, on)
+        # rows that only one worker has seen are not for all to update
+        return self.sparsity.dense(taken, noted=on == "train" and not self.workers.quiet)
 
     def descend(self, grads: Params) -> None:
         """Let the base step along the gradients, clipped, and sparse where backward made sparse ones."""
@@ -168,8 +189,9 @@ class LiveOracle:
             ) from e
 
     def passed(self) -> bool:
-        """Whether every pass so far was finite, as far as anybody looked: the scaler, or `finite`."""
-        return (self.unscaling is None or self.unscaling.passed()) and self.finite
+        """Whether every pass so far was finite on every worker, as far as the scaler and `is_finite` looked."""
+        free = self.unscaling is None or self.unscaling.passed(self.workers.agree)
+        return self.is_finite() and free
 
 
 _PART = (
@@ -193,7 +215,7 @@ class LiveDescent:
         try:
             copy(self.live, params)
             # not once something was not finite: the step will be skipped, and the base's state is to stay
-            if self.at.finite:
+            if self.at.is_finite():
                 self.at.descend(grads)
             return {k: p.detach().clone() for k, p in self.live.items()}
         finally:
@@ -211,9 +233,15 @@ class LiveDescent:
         return found or None
 
 
+def slots(state: State) -> list[Params]:
+    """The tensors that a rule remembers."""
+    return [v for v in state.values() if isinstance(v, dict)]
+
+
 def copy(live: Params, values: Params) -> None:
     """Set the weights."""
-    torch._foreach_copy_([p.detach() for p in live.values()], [values[k] for k in live])
+    pieces = [shards.local(shards.alike(values[k], p)) for k, p in live.items()]
+    torch._foreach_copy_([shards.local(p.detach()) for p in live.values()], pieces)
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class _Ask(Exception):  # noqa: N818
     """An evaluation that is not known yet."""
 
-    def __init__(self, eps: Params | None, on: str) -> None:
-        self.eps, self.on = eps, on
+    def __init__(self, eps: Params | None, on: str, local: bool) -> None:
+        self.eps, self.on, self.local = eps, on, local
 
 
 class _Descends(Exception):  # noqa: N818
@@ -68,20 +68,20 @@ class Passes(LiveOracle):
         if self.complete and self.used == len(self.known):
             raise TypeError(f"{self.optimizer.rule} evaluates after it has descended: call step(closure)")
         if self.used == len(self.known):
-            raise _Ask(eps, on)
+            raise _Ask(eps, on, local)
         self.used += 1
         return self.known[self.used - 1]
 
     @torch.no_grad()
-    def wanted(self) -> tuple[Params | None, str] | None:
-        """Displacement and stream of the next evaluation; None when there is none left."""
+    def wanted(self) -> tuple[Params | None, str, bool] | None:
+        """Displacement and stream of the next evaluation, and whether it is local; None when there is none left."""
         rule, params, state = self.optimizer.prepared(self.live)
         self.used = 0
         try:
             with tree.fused():
                 rule(self, _Halt(self.optimizer.base, self.live, self), params, state)
         except _Ask as ask:  # its traceback holds this frame: not to be kept in it
-            return ask.eps, ask.on
+            return ask.eps, ask.on, ask.local
         except _Descends:
             pass
         self.used, self.complete = 0, True
@@ -90,9 +90,10 @@ class Passes(LiveOracle):
     def passes(self) -> Generator[str, None, None]:
         """Each evaluation that is wanted, by its stream; whoever iterates calls backward in it."""
         while (wanted := self.wanted()) is not None:
-            with self.around(*wanted):
-                yield wanted[1]
-                self.answered(wanted[1])
+            eps, on, local = wanted
+            with self.around(eps, on, local=local):
+                yield on
+                self.answered(on)
 
     def answered(self, on: str) -> None:
         """Take the gradients of the evaluation that has been made. Its loss nobody told us."""
@@ -156,7 +157,8 @@ class WithoutClosure(Optimizer):
             optimizer.second_step(zero_grad=True)
 
         For rules that evaluate the training batch twice, first at the weights as they are. BatchNorm statistics are
-        those of the first evaluation, without any switching by hand.
+        those of the first evaluation, without any switching by hand. Data-parallel workers climb globally, since the
+        first backward has been synchronised by then; around it, ``model.no_sync()`` makes it local.
 
         Args:
             zero_grad: accepted for the usual signature; the gradients are taken either way.
@@ -177,7 +179,7 @@ class WithoutClosure(Optimizer):
         at = Passes(self, self._live(), scaler)
         wanted = at.wanted()
         if wanted is not None and not wanted[0] and wanted[1] == "train":
-            at.counted = True
+            at.counted = at.workers.blind = True  # it has happened already
             at.answered("train")
             passes = at.passes()
             if next(passes, None) == "train":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from .. import shards, tree
 from ..types import Params
 
 if TYPE_CHECKING:
@@ -52,13 +53,21 @@ class Unscaling:
         put(live, {})
         return unscaled  # type: ignore[return-value]
 
-    def passed(self) -> bool:
+    def passed(self, agree: Callable[[bool], bool]) -> bool:
         """Whether no pass met an inf: asked once all are done, for a worker that stops early leaves the others waiting.
 
-        The scaler takes note, and halves its scale at ``update()`` if there was one.
+        The scaler takes note, and halves its scale at ``update()`` if there was one. Workers that ``agree`` keep one
+        scale: those whose own passes were fine note an inf as well.
         """
         free = [self.scaler.step(gate) is True for gate in self.gates]
-        return all(free)
+        agreed = agree(all(free))
+        if self.gates and all(free) and not agreed:
+            param = self.gates[0].param_groups[0]["params"][0]
+            spoiled = torch.zeros((), device=param.device)
+            spoiled.grad = torch.full((), torch.inf, device=param.device)
+            self.gates.append(Gate([spoiled]))
+            self.scaler.unscale_(self.gates[-1])
+        return agreed
 
     def _claim(self) -> None:
         """Mark the optimizer as unscaled while it has no gradients: whoever does it as well until update() is told."""
@@ -85,14 +94,14 @@ class Sparsity:
     def __init__(self) -> None:
         self.rows: Params = {}
 
-    def dense(self, grads: Params, on: str) -> Params:
-        """All gradients dense; sparse ones are remembered."""
-        return {k: self._dense(k, g, on) if g.is_sparse else g for k, g in grads.items()}
+    def dense(self, grads: Params, noted: bool) -> Params:
+        """All gradients dense; which came sparse is remembered, and where ``noted`` their rows."""
+        return {k: self._dense(k, g, noted) if g.is_sparse else g for k, g in grads.items()}
 
-    def _dense(self, key: str, grad: Tensor, on: str) -> Tensor:
+    def _dense(self, key: str, grad: Tensor, noted: bool) -> Tensor:
         grad = grad.coalesce()
         touched = torch.zeros(grad.shape[0], dtype=torch.bool, device=grad.device)
-        touched[grad.indices()[0]] = on == "train"
+        touched[grad.indices()[0]] = noted
         self.rows[key] = self.rows[key] | touched if key in self.rows else touched
         return grad.to_dense()
 
@@ -111,6 +120,9 @@ def clipped(grads: Params, limit: float) -> Params:
     if not grads:
         return grads
     values = list(grads.values())
+    if shards.any_spread(values):
+        norm = tree.squared_norm(grads).sqrt()
+        return tree.scale(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
     home = values[0].device
     norm = torch.linalg.vector_norm(torch.stack([n.to(home) for n in torch._foreach_norm(values)]))
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
@@ -127,7 +139,7 @@ def put(live: Params, grads: Params) -> None:
 
 def warn_if_swallowed(moved: Sequence[Tensor], home: Sequence[Tensor], eps: Sequence[Tensor]) -> bool:
     """Warn where rounding of half-precision weights undoes most of a displacement; whether there was one to look at."""
-    short = [tuple(map(_local, t)) for t in zip(moved, home, eps, strict=True) if t[0].dtype.itemsize < 4]
+    short = [t for t in zip(moved, home, eps, strict=True) if t[0].dtype.itemsize < 4]
     wanted = float(sum(e.float().square().sum().cpu() for _, _, e in short))
     if short and wanted == 0:
         return False
@@ -142,8 +154,3 @@ def warn_if_swallowed(moved: Sequence[Tensor], home: Sequence[Tensor], eps: Sequ
             stacklevel=2,
         )
     return True
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor that lies here."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

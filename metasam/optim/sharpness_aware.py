@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +15,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from .. import tree
+from .. import shards, tree
 from ..rules import DirectionRule, Rule
 from ..types import Params, State
+from .distributed import check_ascent, check_params
 from .foreign import mark, watched
-from .oracle import Closure, LiveDescent, LiveOracle, copy
+from .oracle import Closure, LiveDescent, LiveOracle, copy, slots
 from .passes import Passes, WithoutClosure
 from .scaling import Gate, put
 
-OPTIONS: tuple[str, ...] = ("clip", "same_noise")
+OPTIONS: tuple[str, ...] = ("clip", "same_noise", "ascent")
 """Keywords of `SharpnessAware` that the named methods pass on."""
 
 _KEPT = ("base", "rule", "rule_state", "model", "skipped", "counts")  # and the options, in copies and pickles
@@ -49,6 +52,11 @@ class SharpnessAware(WithoutClosure):
         same_noise: every pass of a step draws the same dropout masks (torch's own generators; CPU and CUDA), so that
             passes differ by the weights alone. Generators end up where the first pass left them. Parts of a batch have
             masks of their own.
+        ascent: what data-parallel workers climb along. "local": each along the gradient of its own part of the batch,
+            which nothing is sent for (m-sharpness; what the papers do). "global": all along the same gradient of the
+            whole batch. Either way the descent gradient is synchronised and weights stay equal. Found in ``model``, or
+            as it is called, is ``DistributedDataParallel``; parameters sharded by ``fully_shard`` always climb
+            globally.
 
     BatchNorm counts a batch once: running statistics are those of the first train evaluation at undisplaced weights.
 
@@ -61,7 +69,7 @@ class SharpnessAware(WithoutClosure):
     Raises:
         TypeError: ``base`` is no optimizer, is sharpness-aware already, or is LBFGS; ``rule`` is no rule.
         ValueError: the rule cannot work on these parameters, or the base has a setting of the name of a radius
-            (Adadelta's rho); clip is not positive.
+            (Adadelta's rho); clip is not positive; ascent is neither.
     """
 
     base: Optimizer
@@ -70,6 +78,7 @@ class SharpnessAware(WithoutClosure):
     model: nn.Module | None
     clip: float | None = None
     same_noise: bool = False
+    ascent: str = "local"
     gates: Sequence[Gate] = ()
     warned: bool = False  # of gradients from outside the closure
     arrives: bool = False  # once it is known whether rounding swallows a displacement
@@ -78,6 +87,8 @@ class SharpnessAware(WithoutClosure):
     counts: dict[str, float]
     """Evaluations so far, in batches of their stream: gradients by its name ("train", "val"), forwards as "forward";
     parts of a batch count their fraction, the closure's own accumulation counts as one."""
+    hollow = False
+    """Stepped once to have a state to load into, as ``torch.distributed.checkpoint`` does."""
 
     def __init__(
         self,
@@ -87,6 +98,7 @@ class SharpnessAware(WithoutClosure):
         model: nn.Module | None = None,
         clip: float | None = None,
         same_noise: bool = False,
+        ascent: str = "local",
     ) -> None:
         if not isinstance(base, Optimizer):
             raise TypeError(f"expected base to be a torch.optim.Optimizer, got {type(base).__name__}")
@@ -104,6 +116,7 @@ class SharpnessAware(WithoutClosure):
                 f"{type(base).__name__} has a setting {taken[0]!r} of its own, and so has {type(rule).__name__}: both "
                 "would live in the param groups under one name; choose another base"
             )
+        check_ascent(ascent)
         if model is not None:
             _name(base, model)
         for key in rule.hyper:
@@ -112,7 +125,8 @@ class SharpnessAware(WithoutClosure):
                 group.setdefault(key, getattr(rule, key))
         # Optimizer.__init__ would give us groups of our own; __setstate__ only prepares its hooks
         self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0, "counts": {}})
-        self.clip, self.same_noise = clip, same_noise
+        self.clip, self.same_noise, self.ascent = clip, same_noise, ascent
+        check_params(self._live())
         rule.init(self._live())
 
     @property
@@ -206,6 +220,9 @@ class SharpnessAware(WithoutClosure):
             RuntimeError: no ``scaler.update()`` since the last step, or the gradients were unscaled already; the base
                 takes no sparse gradients.
         """
+        if closure is None and self._asks_for_a_state():
+            self.hollow = True
+            return self.base.step()
         if closure is None:
             raise TypeError(
                 "expected step(closure): a sharpness-aware step evaluates the loss more than once. Write\n"
@@ -225,14 +242,14 @@ class SharpnessAware(WithoutClosure):
         with tree.fused():
             if isinstance(rule, DirectionRule):
                 grads, state = rule.direction(at, params, state)
-                commit = at.passed() and _is_finite(grads, state)
+                commit = at.passed() and at.agree(_is_finite(grads, state), state)
                 if commit:
                     at.descend(grads)
                 else:
                     put(live, {})
             else:
                 moved, state = rule(at, LiveDescent(self.base, live, at), params, state)
-                commit = at.passed() and _is_finite(moved, state)
+                commit = at.passed() and at.agree(_is_finite(moved, state), state)
                 if commit:
                     copy(live, moved)
         mark(self)
@@ -242,23 +259,37 @@ class SharpnessAware(WithoutClosure):
             self.skipped += 1
         return at.first_loss
 
+    def _asks_for_a_state(self) -> bool:
+        """Whether a step without closure is that of ``torch.distributed.checkpoint``: no state, no lr, no gradient."""
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        still = all(g.get("lr", 1.0) == 0 for g in self.param_groups)
+        return not self.base.state and still and not any(shards.local(g).any() for g in grads)
+
+    def _memory(self) -> State:
+        """The rule's state, or one of its form to load into."""
+        if self.rule_state is not None or not self.hollow:
+            return self.rule_state or {}
+        live = self._live()
+        blank = {slot: {k: torch.zeros_like(p.detach()) for k, p in live.items()} for slot in self.rule.slots}
+        return {**self.rule.init(live), **blank}
+
     def state_dict(self) -> dict[str, Any]:
         """The base's ``state_dict`` with the rule's state in it: tensors as ``rule.<slot>``, numbers in group 0."""
         self._expect_no_pass("state_dict()")
         packed = self.base.state_dict()
         packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
-        numbers: dict[str, Any] = {"rule.skipped": self.skipped, "rule.counts": dict(self.counts)}
+        # as text, since torch.distributed.checkpoint takes dicts apart and has no place for keys it did not expect
+        numbers: dict[str, Any] = {"rule.skipped": self.skipped, "rule.counts": json.dumps(self.counts)}
         numbers["rule.name"] = type(self.rule).__name__
         ids = dict(zip(self._all_keys(), (i for g in packed["param_groups"] for i in g["params"]), strict=True))
-        for slot, value in (self.rule_state or {}).items():
+        for slot, value in self._memory().items():
             if isinstance(value, dict):
-                numbers[f"rule.{slot}"] = None  # so that an empty slot is told from a missing one
+                numbers[f"rule.{slot}"] = (len(value),)  # so that an empty slot is told from a lost one
                 for key, tensor in value.items():
                     packed["state"].setdefault(ids[key], {})[f"rule.{slot}"] = tensor
             else:
                 numbers[f"rule.{slot}"] = value
-        if self.rule_state is None:
-            numbers["rule.fresh"] = True
+        numbers["rule.fresh"] = self.rule_state is None
         packed["param_groups"][0].update(numbers)
         return packed
 
@@ -270,7 +301,8 @@ class SharpnessAware(WithoutClosure):
             strict: False takes from the state of another rule what is the base's, and starts this rule afresh.
 
         Raises:
-            ValueError: not the state of an optimizer, or of other parameters, or of another rule; nothing is changed.
+            ValueError: not the state of an optimizer, or of other parameters, or of another rule, or without the
+                tensors that the rule remembers; nothing is changed.
         """
         self._expect_no_pass("load_state_dict()")
         _check_saved(state_dict, self.param_groups)
@@ -283,7 +315,14 @@ class SharpnessAware(WithoutClosure):
             k: {n: t for n, t in v.items() if not str(n).startswith("rule.")} for k, v in state_dict["state"].items()
         }
         numbers = {k: groups[0].pop(k) for k in list(groups[0]) if k.startswith("rule.")}
-        skipped, counts = numbers.pop("rule.skipped", 0), dict(numbers.pop("rule.counts", {}))
+        if not numbers and self.rule.slots and any(isinstance(i, str) for g in groups for i in g["params"]):
+            warnings.warn(
+                f"the checkpoint has nothing of what {type(self.rule).__name__} remembers, which starts afresh: "
+                "flatten_optimizer_state_dict=True drops it. Leave that out where a SharpnessAware saved it",
+                stacklevel=2,
+            )
+        skipped, counts = numbers.pop("rule.skipped", 0), numbers.pop("rule.counts", {})
+        counts = json.loads(counts) if isinstance(counts, str) else dict(counts)
         name, fresh = numbers.pop("rule.name", type(self.rule).__name__), numbers.pop("rule.fresh", False)
         if name != type(self.rule).__name__ and numbers:
             if strict:
@@ -293,6 +332,10 @@ class SharpnessAware(WithoutClosure):
                     "optimizer's part of it and starts the rule afresh"
                 )
             fresh = True
+        for slot, value in numbers.items():
+            lost = isinstance(value, tuple | list) and value[0] and not any(slot in v for v in per_param.values())
+            if lost and not fresh:
+                raise ValueError(f"expected {value[0]} tensors {slot!r} in the state of the parameters, got none")
         for group, own in zip(groups, self.param_groups, strict=True):
             for key in self.rule.hyper:
                 group.setdefault(key, own[key])
@@ -307,7 +350,7 @@ class SharpnessAware(WithoutClosure):
             raise ValueError(
                 f"expected the state of {type(self.base).__name__}, got one that it cannot load: {e!r}"
             ) from e
-        self.skipped, self.counts = skipped, counts
+        self.skipped, self.counts, self.hollow = skipped, counts, False
         if not numbers or fresh:
             self.rule_state = None
             return
@@ -315,9 +358,11 @@ class SharpnessAware(WithoutClosure):
         live = self._live()
         self.rule_state = {}
         for slot, value in numbers.items():
-            if value is None:
+            if value is None or isinstance(value, tuple | list):
                 found = {keys[i]: v[slot] for i, v in per_param.items() if slot in v}
-                self.rule_state[slot[5:]] = {k: t.clone().to(live[k].device) for k, t in found.items() if k in live}
+                self.rule_state[slot[5:]] = {
+                    k: shards.alike(t.clone().to(live[k].device), live[k]) for k, t in found.items() if k in live
+                }
             else:
                 self.rule_state[slot[5:]] = value
 
@@ -344,8 +389,7 @@ def _within(state: State, live: Params) -> State:
 
 def _is_finite(values: Params, state: State) -> bool:
     """Whether a step may be taken: an evaluation that leaves no trace in the direction can still spoil the state."""
-    slots = [v for v in state.values() if isinstance(v, dict)]
-    return all(tree.is_finite(t) for t in (values, *slots))
+    return all(tree.is_finite(t) for t in (values, *slots(state)))
 
 
 def _name(base: Optimizer, model: nn.Module) -> None:

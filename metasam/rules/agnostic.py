@@ -49,6 +49,10 @@ class Agnostic(DirectionRule):
     def validates(self) -> bool:
         return True
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("h_v",) if self.val_momentum else ()
+
     def init(self, params: Params) -> State:
         """No running mean yet."""
         self.perturb.check(params)

@@ -53,6 +53,11 @@ class Rule(ABC):
     """Whether every step evaluates the training loss at the undisplaced point, where BatchNorm counts its batch."""
 
     @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the tensors, one a parameter, that the state has once there were steps."""
+        return ()
+
+    @property
     def validates(self) -> bool:
         """Whether the rule asks for the validation loss, ``on="val"``."""
         return False

@@ -39,6 +39,10 @@ class FriendlySAM(DirectionRule):
         check_radius(self.sigma, "sigma")
         check_fraction("decay", self.decay)
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("m",)
+
     def init(self, params: Params) -> State:
         """No running mean yet."""
         self.perturb.check(params)

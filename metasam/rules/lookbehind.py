@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import shards, tree
 from ..perturb import Perturb, Steepest
 from ..tree import Factor
 from ..types import Descent, Oracle, Params, State
@@ -69,4 +69,8 @@ class Lookbehind(Rule):
 
 def _agreement(a: Tensor, b: Tensor) -> Tensor:
     """``(cos(a, b) + 1)/2``."""
+    if shards.mesh_of(b) is not None:  # spread over processes, where only sums go
+        x, y = {"": a}, {"": b}
+        sizes = [tree.squared_norm(v).sqrt().clamp(min=1e-8) for v in (x, y)]
+        return (tree.dot(x, y) / (sizes[0] * sizes[1]) + 1) / 2
     return (torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) + 1) / 2

@@ -41,6 +41,10 @@ class LookSAM(DirectionRule):
         if self.every < 1:
             raise ValueError(f"expected every >= 1, got every={self.every}")
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("g_v",)
+
     def init(self, params: Params) -> State:
         """The step counter; the first step is a SAM step."""
         self.perturb.check(params)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .. import tree
+from .. import shards, tree
 from ..perturb import Perturb, Steepest
 from ..tree import Factor
 from ..types import Eval, Oracle, Params, State
@@ -60,9 +60,18 @@ class SparseSAM(DirectionRule):
             if getattr(self, name) < least:
                 raise ValueError(f"expected {name} >= {least}, got {name}={getattr(self, name)}")
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mask",)
+
     def init(self, params: Params) -> State:
         """The step counter; the first step makes the first mask."""
         self.perturb.check(params)
+        if shards.any_spread(params.values()):
+            raise ValueError(
+                "SparseSAM chooses among the entries of all tensors, and got some spread over processes (fully_shard): "
+                "train with DistributedDataParallel, or with ESAM, which masks at random"
+            )
         return {"step": 0}
 
     def direction(self, at: Oracle, params: Params, state: State) -> tuple[Params, State]:

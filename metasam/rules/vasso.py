@@ -35,6 +35,10 @@ class VaSSO(DirectionRule):
         if not 0 < self.theta <= 1:
             raise ValueError(f"expected 0 < theta <= 1, got theta={self.theta}")
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("d",)
+
     def init(self, params: Params) -> State:
         """No running mean yet."""
         self.perturb.check(params)
