@@ -56,7 +56,9 @@ class SharpnessAware(WithoutClosure):
             which nothing is sent for (m-sharpness; what the papers do). "global": all along the same gradient of the
             whole batch. Either way the descent gradient is synchronised and weights stay equal. Found in ``model``, or
             as it is called, is ``DistributedDataParallel``; parameters sharded by ``fully_shard`` always climb
-            globally.
+            globally. Where the ascent is local, Friendly-SAM, VaSSO, SparseSAM and Agnostic-SAM with ``val_momentum``
+            remember gradients of their worker alone: to resume bit for bit, each worker saves its own state. m-SAM
+            needs batches of one size on all workers, as each part is a synchronised backward.
 
     BatchNorm counts a batch once: running statistics are those of the first train evaluation at undisplaced weights.
 
