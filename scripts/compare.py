@@ -52,6 +52,8 @@ def run(config: Config) -> None:
     rivals = [_rival(entry, words, task) for entry in own["rules"]]
     if own["to"] not in [r.label for r in rivals]:
         raise ValueError(f"expected to= one of rules, got to={own['to']}{did_you_mean(own['to'], own['rules'])}")
+    for rival in rivals:  # what cannot be built is said before any of them runs
+        assemble.build(rival.config)
     typed = command.command_line()
     try:
         radii = _tune(rivals, own, folder, typed)
@@ -164,7 +166,7 @@ def _final(
     results = study.run(cells, workers=own["workers"], title="runs", command=typed)
     for cell, found in zip(cells, results, strict=True):
         if isinstance(found, str):
-            raise RuntimeError(f"{cell.folder}: {found}")
+            raise ValueError(f"{cell.folder}: {found}; the runs that finished are kept")
     runs: dict[str, list[Results]] = {r.label: [] for r in rivals}
     for i, found in enumerate(results):
         assert not isinstance(found, str)

@@ -15,11 +15,18 @@ def show(results: dict[str, Any], folder: Path, baselines: dict[str, float] | No
     quantity = "accuracy" if "accuracy" in results else "loss"
     few_shot = f"{quantity}_plain_adapt" in results
     unit = "x a plain MAML step" if few_shot else "x a training batch"
-    names = ("adapted as trained", "adapted without SAM") if few_shot else ("best by validation", "last weights")
-    second = "plain_adapt" if few_shot else "last"
+    names = {"": "adapted as trained", "_plain_adapt": "adapted without SAM"}
+    if not few_shot:
+        names = {
+            "": "best by validation" if f"{quantity}_last" in results else results["split"],
+            "_last": "last weights",
+        }
     rows = [
-        (f"{quantity}, {names[0]}", value(results[quantity], results["ci95"], quantity)),
-        (f"{quantity}, {names[1]}", value(results[f"{quantity}_{second}"], results[f"ci95_{second}"], quantity)),
+        *(
+            (f"{quantity}, {name}", value(results[f"{quantity}{kind}"], results[f"ci95{kind}"], quantity))
+            for kind, name in names.items()
+            if f"{quantity}{kind}" in results
+        ),
         *((name, value(number, None, quantity)) for name, number in (baselines or {}).items()),
         ("over", results["over"] + (", transductive BatchNorm" if results["transductive"] else "")),
         ("weights of iteration", f"{results['best_iteration']}"),

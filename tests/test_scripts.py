@@ -319,3 +319,49 @@ def test_kill_and_resume_to_the_same_bits(tmp_path):
         assert all(torch.equal(a[k], b[k]) for k in a)
     a, b = (json.loads((tmp_path / folder / "results.json").read_text()) for folder in ("whole", "parts"))
     assert a["per_task"] == b["per_task"]
+
+
+# -- supervised --------------------------------------------------------------------------------------------------------
+
+DIGITS = ["tasks=digits", "tasks.per_class=10", "model.hidden=[16]", "threads=1", "evaluate_every=10"]
+
+
+def test_supervised_run_and_evaluation(call, tmp_path):
+    pytest.importorskip("sklearn")
+    status, out, err = call(train, *DIGITS, "rule=agnostic", "rho=0.2", "budget.passes=50", "run=r")
+    assert status == 0, err
+    assert "best by validation" in out
+    results = json.loads((tmp_path / "r/results.json").read_text())
+    assert results["gradient_evaluations"] == 50  # 20 steps of 2 + 2/4
+    assert results["iterations"] == 20
+    assert "rho_train=0.4, rho_val=0.2" in results["rule"]
+    status, out, err = call(evaluate, "run=r")
+    assert status == 0, err
+    assert "accuracy, test" in out
+    again = json.loads((tmp_path / "r/evaluation-digits.json").read_text())
+    assert (again["accuracy"], again["n"]) == (results["accuracy"], 797)
+    refused(call(evaluate, "run=r", "tasks=sinusoid"), "r is a supervised run, and tasks=sinusoid is not")
+    refused(call(evaluate, "run=r", "tasks=digits", "tasks.classes=3"), "10 outputs")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["variant=low"], "one loop: choose its rule with rule="),
+        (["rho_up=0.1"], "rho_up=0.1: a train/validation split"),
+        (["inner.rule=asam"], "one loop"),
+        (["rule=plain", "rho=0.1"], "rho=0.1: the rule metasam.rules.Plain has no radius"),
+        (["budget.passes=0"], "budget.passes to be a finite number above 0"),
+        (["schedule=cosin"], "did you mean 'cosine'"),
+        (["tasks.noise=2"], "noise"),
+        (["tasks.per_class=500"], "per_class"),
+    ],
+)
+def test_supervised_mistakes(call, words, message):
+    pytest.importorskip("sklearn")
+    refused(call(train, *DIGITS, *words, "run=r"), message)
+
+
+def test_few_shot_runs_have_no_epochs_and_two_radii(call):
+    refused(call(train, *TINY, "epochs=2"), "say iterations=")
+    refused(call(train, *TINY, "rho=0.1"), "rho_low, rho_up")

@@ -55,7 +55,8 @@ def is_supervised(source: Any) -> bool:
 
 
 def _few_shot(config: Config, family: TaskFamily, device: torch.device | str) -> Parts:
-    _refuse(config, "few-shot tasks have two loops, each with a radius of its own: rho_low, rho_up", "rho", "epochs")
+    _refuse(config, "few-shot tasks have two loops, each with a radius of its own: rho_low, rho_up", "rho")
+    _refuse(config, "few-shot tasks have no epochs: say iterations=", "epochs")
     node = learner_node(config, family)
     maml = learner(node, device)
     optimizer = _optimizer(config, maml.model)
@@ -80,11 +81,12 @@ def _supervised(config: Config, data: Data, device: torch.device | str) -> Parts
 
 
 def _refuse(config: Config, why: str, *keys: str) -> None:
-    flat = flatten(config)
     for key in keys:
-        given = config[key] if key in config else flat.get(key)
+        given: Any = config
+        for name in key.split("."):
+            given = given.get(name)
         if given is not None:
-            raise ValueError(f"{key}={given if not isinstance(given, dict) else '...'}: {why}")
+            raise ValueError(f"{key}={'...' if isinstance(given, Mapping) else given}: {why}")
 
 
 def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:

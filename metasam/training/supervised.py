@@ -134,7 +134,7 @@ class Supervised:
         flat = flatten(config)
         parts = [
             f"{flat['name']}" if "name" in flat else "",
-            type(self.optimizer.rule).__name__,
+            str(flat.get("method") or type(self.optimizer.rule).__name__),
             f"seed {flat['seed']}" if "seed" in flat else "",
         ]
         return ", ".join(p for p in parts if p)
