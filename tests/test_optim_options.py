@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from metasam import ESAM, SAM, AgnosticSAM, SharpnessAware, rules
 from metasam.optim import named
-from metasam.rules import Agnostic, Lookbehind, Sharp, VaSSO
+from metasam.rules import Agnostic, DirectionRule, Lookbehind, Sharp, VaSSO
 
 from .cases import CONV, MLP, Problem, assert_same, closures_of, distance, each_rule, params_of
 
@@ -126,16 +127,17 @@ def test_the_generator_ends_where_the_first_pass_of_each_batch_left_it():
 
 
 def test_an_exception_leaves_the_generator_where_the_first_pass_left_it():
-    model = NOISY.model()
+    model, calls = NOISY.model(), itertools.count()
+    closure = closures_of(NOISY, model)["closure"]
 
-    def fail(n, loss):
-        if n == 1:
+    def failing():
+        if next(calls) == 1:
             raise KeyboardInterrupt
-        return loss
+        return closure()
 
     torch.manual_seed(4)
     with pytest.raises(KeyboardInterrupt):
-        SAM(model.parameters(), lr=0.1, same_noise=True).step(closures_of(NOISY, model, change=fail)["closure"])
+        SAM(model.parameters(), lr=0.1, same_noise=True).step(failing)
     found = torch.rand(3)
     torch.manual_seed(4)
     model(NOISY.batch()[0])
@@ -293,6 +295,23 @@ def test_the_gradients_left_behind_are_clipped_and_what_the_rule_remembers_is_no
     assert distance(optimizer.rule_state["d"], grads) < 1e-14
     left = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert abs(float(left) - 1e-3) < 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
+
+
+@dataclass(frozen=True)
+class Remembers(DirectionRule):
+    """Hands out what it remembers."""
+
+    def direction(self, at, params, state):
+        grads = at().grads
+        return grads, {"g": grads}
+
+
+def test_what_a_rule_hands_out_is_not_clipped_in_place():
+    model, (x, y) = MLP.model(), MLP.batch()
+    wanted = torch.autograd.grad(MLP.loss_fn(model(x), y), model.parameters())
+    optimizer = SharpnessAware(SGD(model.parameters(), lr=0.1), Remembers(), model=model, clip=1e-3)
+    optimizer.step(closures_of(MLP, model)["closure"])
+    assert_same(optimizer.rule_state["g"], dict(zip(params_of(model), wanted, strict=True)))
 
 
 def test_clipping_nothing_is_fine():

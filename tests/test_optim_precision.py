@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import warnings
 from functools import partial
@@ -237,6 +238,7 @@ def test_two_optimizers_share_a_scaler():
     home = [params_of(m) for m in models]
     for optimizer, closure in zip(optimizers, closures, strict=True):
         optimizer.step(closure, scaler=scaler)
+        gc.collect()
     scaler.update()
     assert scaler.get_scale() == 2.0**11
     assert distance(params_of(models[0]), home[0]) > 1e-3
@@ -310,6 +312,32 @@ def test_a_fused_base_steps_on_unscaled_gradients():
         return params_of(model)
 
     assert_same(run(scaler_of()), run(None))
+
+
+def test_float16_autocast_loses_small_gradients_without_a_scaler_and_none_with_it():
+    small = 3e-8  # half of the least float16
+
+    def run(half, scaler):
+        model, (x, y) = MLP.model(torch.float32), MLP.batch(torch.float32)
+        optimizer = SAM(model.parameters(), lr=0.1 / small, rho=0.3)
+
+        def closure():
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = small * (model(x).float() - y).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            return loss
+
+        for _ in range(5):
+            optimizer.step(closure, scaler=scaler)
+            if scaler is not None:
+                scaler.update()
+        start = params_of(MLP.model(torch.float32))
+        return {k: p - start[k] for k, p in params_of(model).items()}, optimizer.skipped
+
+    (wanted, _), (lost, _), (found, skipped) = run(False, None), run(True, None), run(True, scaler_of(2.0**20))
+    assert skipped == 0
+    assert distance(found, wanted) < 0.02
+    assert distance(lost, wanted) > 0.2
 
 
 # autocast
