@@ -355,7 +355,8 @@ def test_flat_parameters_are_refused(found):
 
 def kept():
     for name in KEPT:
-        for kind in ("momentum", "adamw", *(["sgd"] if name in ("sam", "vasso") else [])):
+        others = {"sam": ["momentum", "sgd"], "vasso": ["momentum", "sgd"], "momentum": ["momentum"]}
+        for kind in ("adamw", *others.get(name, [])):
             yield from ((name, kind, "dcp", where) for where in ("ddp", "sharded"))
             yield name, kind, "own", "ddp"
             if kind == "adamw":
