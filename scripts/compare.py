@@ -123,7 +123,7 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
     ]
     cells = [
         study.Cell(folder / "tuning" / _slug(label) / f"rho{radius:.4g}-seed{seed}",
-                   {**_with_radius(config, radius), "seed": seed})
+                   {**_with_radius(config, radius), "seed": seed, "split": "validation"})
         for label, radius, seed, config in tries
     ]  # fmt: skip
     results = study.run(cells, workers=own["workers"], title="tuning radii", command=typed)

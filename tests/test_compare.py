@@ -81,6 +81,7 @@ def test_a_comparison_from_the_command_line(call, tmp_path):
     best = max(tuned, key=lambda rho: (tuned[rho], -float(rho)))
     assert float(rows["sam"]["rho"]) == float(best) == runs["sam"][0]["config"]["rho"]
     assert rows["plain"]["rho"] == ""
+    assert results(tmp_path / "s/tuning/sam/rho0.2-seed1001")["over"] == "200 validation examples"
     record = json.loads((tmp_path / "s/comparison.json").read_text())
     assert [r["chosen"] for r in record["radii"]["sam"]].count(True) == 1
     assert record["command"].startswith("metasam-compare ")

@@ -112,7 +112,7 @@ def test_judging_is_in_eval_mode_over_all_examples_and_leaves_no_trace():
     one = learner("sam", dropout=0.5)
     one.step(0)
     before = {k: v.clone() for k, v in one.model.state_dict().items()}
-    found = one.measure()
+    found = one.measure("test")
     assert one.model.training
     assert all(torch.equal(v, before[k]) for k, v in one.model.state_dict().items())
     one.model.eval()
@@ -128,7 +128,7 @@ def test_losses_without_a_reduction_work_where_no_example_is_asked_for():
     a, b = learner("sam"), learner("sam", loss=nn.CrossEntropyLoss())
     for number in range(3):
         assert a.step(number).loss == pytest.approx(b.step(number).loss, rel=1e-5)
-    assert a.measure()["accuracy"] == b.measure()["accuracy"]
+    assert a.measure("test")["accuracy"] == b.measure("test")["accuracy"]
     with pytest.raises(TypeError, match=r"losses \[B\]"):
         learner("esam", loss=nn.CrossEntropyLoss()).step(0)
 
@@ -225,9 +225,9 @@ def test_results_name_both_the_best_and_the_last_weights(tmp_path):
     assert results == json.loads((tmp_path / "results.json").read_text()) | {"config": results["config"]}
     again = learner("sam")
     again.load_weights(checkpoint.load(tmp_path / "best.pt"))
-    assert again.measure()["accuracy"] == results["accuracy"]
+    assert again.measure("test")["accuracy"] == results["accuracy"]
     again.load_weights(checkpoint.load(tmp_path / "checkpoint.pt"))
-    assert again.measure()["accuracy"] == results["accuracy_last"]
+    assert again.measure("test")["accuracy"] == results["accuracy_last"]
 
 
 def test_a_longer_run_is_another_run_where_the_learning_rate_falls(tmp_path):

@@ -107,6 +107,7 @@ def trainer(
         parts.learner,
         folder,
         Budget(iterations, config["budget"]["passes"]),
+        split=config["split"],
         schedule=config["schedule"],
         evaluate_every=config["evaluate_every"],
         config=config,

@@ -82,22 +82,22 @@ class FewShot:
 
     def validate(self) -> Measured | None:
         """On validation tasks."""
-        if not evaluation.has_split(self.family, "validation"):
+        if not self.has("validation"):
             return None
         tasks = evaluation.batches(self.family, "validation", self.validation_tasks, self.tasks_per_batch, self.device)
         measured = self.maml.evaluate(tasks)
         return Measured(*evaluation.headline(measured), measured.n)
 
-    def split(self) -> str:
-        """Test tasks if the family has any, else validation tasks, else those of training."""
-        return next((s for s in ("test", "validation") if evaluation.has_split(self.family, s)), "train")
+    def has(self, split: str) -> bool:
+        """Whether the family has tasks in this split."""
+        return evaluation.has_split(self.family, split)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, split: str) -> dict[str, Any]:
         """Adapting as trained and by plain gradient steps, see `metasam.training.evaluation.measure`."""
         return evaluation.measure(
             self.maml,
             self.family,
-            self.split(),
+            split,
             self.test_tasks,
             per_batch=self.tasks_per_batch,
             device=self.device,

@@ -75,11 +75,11 @@ class Learner(Protocol):
         """Judge the weights on validation data; None if there are none."""
         ...
 
-    def split(self) -> str:
-        """Name of the split that `measure` will use: test if there is one."""
+    def has(self, split: str) -> bool:
+        """Whether there are data of this split."""
         ...
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, split: str) -> dict[str, Any]:
         """Judge the weights for the results: ``accuracy`` or ``loss``, ``ci95``, ``n``, ``over``, ..."""
         ...
 

@@ -94,17 +94,17 @@ class Supervised:
 
     def validate(self) -> Measured | None:
         """On the validation examples."""
-        if not self.data.size("validation"):
+        if not self.has("validation"):
             return None
         return _judge(self.model, self.loss_fn, self.data, "validation", self.device)[0]
 
-    def split(self) -> str:
-        """Test examples if there are any."""
-        return "test" if self.data.size("test") else "validation"
+    def has(self, split: str) -> bool:
+        """Whether there are examples in this split."""
+        return self.data.size(split) > 0
 
-    def measure(self) -> dict[str, Any]:
-        """On the test examples, see `measure`."""
-        return measure(self.model, self.loss_fn, self.data, self.split(), self.device)
+    def measure(self, split: str) -> dict[str, Any]:
+        """On the examples of a split, see `measure`."""
+        return measure(self.model, self.loss_fn, self.data, split, self.device)
 
     def state_dict(self, *, slim: bool = False) -> dict[str, Any]:
         """Weights and buffers, the facts that a network must fit, and the optimizer with its rule."""

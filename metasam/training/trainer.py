@@ -31,6 +31,8 @@ MAY_CHANGE = ("method", "test_tasks", "device", "threads", "run", "resume", "tas
 LENGTH = ("iterations", "epochs", "budget.passes")
 """Keys that change how far it runs: they may differ too where the learning rate does not depend on that."""
 
+SPLITS = ("test", "validation", "train")
+
 PATIENCE = 25
 """Steps in a row that may be skipped for non-finite gradients before a run is stopped."""
 
@@ -47,6 +49,7 @@ class Trainer:
         learner: what is trained, see `metasam.training.learner`.
         folder: the run folder; made if it is not there.
         budget: when the run ends.
+        split: to measure the best weights on at the end; without data of it, the next one of test, validation, train.
         schedule: of the learning rate, one of `metasam.training.budget.SCHEDULES`.
         evaluate_every: steps (with ``budget.passes``: gradient evaluations) between two validations, each followed by
             a checkpoint.
@@ -60,6 +63,7 @@ class Trainer:
     learner: Learner
     folder: Path
     budget: Budget = field(default_factory=Budget)
+    split: str = "test"
     schedule: str = "constant"
     evaluate_every: float = 100
     checkpoint_seconds: float = 60.0
@@ -195,10 +199,11 @@ class Trainer:
         plots.learning_curve(
             metrics.read(self.folder), self.folder / "learning_curve.png", title, self.learner.words, self.budget
         )
-        self._say(f"measuring the weights of iteration {self.record['iteration']} on the {self.learner.split()} split")
-        last = self.learner.measure() if self.learner.judges_last else {}
+        split = next(s for s in SPLITS[SPLITS.index(self.split) :] if self.learner.has(s))
+        self._say(f"measuring the weights of iteration {self.record['iteration']} on the {split} split")
+        last = self.learner.measure(split) if self.learner.judges_last else {}
         self.learner.load_weights(checkpoint.load(self.best, map_location=self.device))
-        measured = self.learner.measure()
+        measured = self.learner.measure(split)
         quantity = "accuracy" if "accuracy" in measured else "loss"
         results: dict[str, Any] = {
             "seed": self.config.get("seed"),
