@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metasam.tasks.counter import bits, task_keys
+from metasam.tasks.counter import bits, fold, task_keys, uniform
 from metasam.tasks.family import SPLITS, check_count, check_split
 from metasam.tasks.warp import warp as warped
 from metasam.types import Task
 
 _LAST = 2**63 - 1
+_NOISE, _CLASSES = 0x6E6F6973, 0x636C6173  # streams of a seed that nothing else uses
 
 
 class Episodes(NamedTuple):
@@ -172,6 +173,9 @@ class ImageEpisodes:
             2016): class ``c`` turned ``r`` times counter-clockwise is class ``4 c + r``. Other splits are left alone.
         warp: strength of random affine maps of training images, see `metasam.tasks.warp`: one for a class in an
             episode, which makes it a new class, and a smaller one for each image. 0: none; 1: up to 30 degrees.
+        noise: probability that the label of a support image is wrong, some other class of the episode; in every split,
+            as who adapts on noisy labels does so at test time too. Query labels are right.
+        classes: only so many training classes, chosen by the seed (before rotations); None: all.
         class_names: name of every label. A label then means the same class in every split, and no two splits may
             share it.
         name: of the family.
@@ -199,6 +203,8 @@ class ImageEpisodes:
         seed: int = 0,
         rotations: bool = False,
         warp: float = 0.0,
+        noise: float = 0.0,
+        classes: int | None = None,
         class_names: Sequence[str] | None = None,
         name: str = "images",
         absent: Mapping[str, str] | None = None,
@@ -207,7 +213,9 @@ class ImageEpisodes:
             raise ValueError("expected images of at least one split, got none")
         if not 0 <= warp <= 2:
             raise ValueError(f"expected warp between 0 (none) and 2, got warp={warp}")
-        self.name, self.rotations, self.warp = name, rotations, warp
+        if not 0 <= noise < 1:
+            raise ValueError(f"expected noise to be a probability below 1, got noise={noise}")
+        self.name, self.rotations, self.warp, self.noise = name, rotations, warp, noise
         self._absent = dict(absent or {})
         self._images: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}
@@ -219,6 +227,9 @@ class ImageEpisodes:
             labels = _check_labels(split, _tensor(labels), len(images), class_names)
             present, sizes = labels.unique(return_counts=True)
             pools = list(labels.argsort(stable=True).split(sizes.tolist()))
+            if split == "train" and classes is not None:
+                chosen = _some(check_count("classes", classes, least=2), len(pools), seed)
+                present, pools = present[chosen], [pools[c] for c in chosen]
             names = [class_names[c] if class_names is not None else str(c) for c in present.tolist()]
             self._images[split], self._classes[split] = images, names
             if rotations and split == "train":
@@ -281,7 +292,17 @@ class ImageEpisodes:
         def example(part: Tensor) -> tuple[Tensor, Tensor]:
             return part.flatten(1, 2), torch.arange(self.ways).repeat(len(part), part.shape[1])
 
-        return Task(support=example(images[:, : self.shots]), query=example(images[:, self.shots :]))
+        task = Task(support=example(images[:, : self.shots]), query=example(images[:, self.shots :]))
+        if not self.noise:
+            return task
+        x, y = task.support
+        return Task((x, self._spoilt(y, self._sampler(split).keys(tasks))), task.query)
+
+    def _spoilt(self, labels: Tensor, keys: Tensor) -> Tensor:
+        """Make each label wrong with probability ``noise``: one of the others, all alike."""
+        wrong, other = uniform(fold(keys, _NOISE), 2 * labels.shape[1]).unflatten(1, (2, -1)).unbind(1)
+        moved = (labels + 1 + (other * (self.ways - 1)).long()) % self.ways
+        return torch.where(wrong < self.noise, moved, labels)
 
     def size(self, split: str) -> int | None:
         """Return None: episodes are endless.
@@ -311,6 +332,7 @@ class ImageEpisodes:
             "seed": self.seed,
             "rotations": self.rotations,
             "warp": self.warp,
+            "noise": self.noise,
             "splits": {
                 split: {"classes": len(self._classes[split]), "images": len(images)}
                 for split, images in self._images.items()
@@ -322,6 +344,14 @@ class ImageEpisodes:
             why = self._absent.get(split, f"pass its images as data={{{split!r}: (images, labels)}}")
             raise ValueError(f"{self.name} has no {split!r} split, only {', '.join(self._samplers)}: {why}")
         return self._samplers[split]
+
+
+def _some(count: int, there: int, seed: int) -> list[int]:
+    """Choose ``count`` of ``there`` training classes, those of a smaller number among those of a larger one."""
+    if count > there:
+        raise ValueError(f"expected classes to be at most {there}, the training classes there are, got classes={count}")
+    order = bits(task_keys(seed, _CLASSES, [0])[0], there).argsort()
+    return sorted(order[:count].tolist())
 
 
 def _rows(images: Tensor) -> Tensor:

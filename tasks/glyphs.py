@@ -53,6 +53,8 @@ class Glyphs(ImageEpisodes):
         seed: of all episodes.
         rotations: add the training letters turned by 90, 180 and 270 degrees as new classes.
         warp: random affine maps of training letters, see `ImageEpisodes`.
+        noise: share of wrong labels in support sets, see `ImageEpisodes`.
+        classes: number of training letters; None: all.
 
     Raises:
         ImportError: matplotlib or Pillow is not installed.
@@ -67,6 +69,8 @@ class Glyphs(ImageEpisodes):
         seed: int = 0,
         rotations: bool = False,
         warp: float = 0.0,
+        noise: float = 0.0,
+        classes: int | None = None,
     ) -> None:
         data = load_glyphs()
         names = data["names"]
@@ -81,6 +85,8 @@ class Glyphs(ImageEpisodes):
             seed=seed,
             rotations=rotations,
             warp=warp,
+            noise=noise,
+            classes=classes,
             class_names=names,
             name="glyphs",
         )

@@ -89,6 +89,8 @@ class Omniglot(ImageEpisodes):
         rotations: add training characters turned by 90, 180 and 270 degrees as new classes; None: as published,
             which is True for "vinyals" and "random" and False elsewhere.
         warp: random affine maps of training characters, see `ImageEpisodes`.
+        noise: share of wrong labels in support sets, see `ImageEpisodes`.
+        classes: number of training characters; None: all.
         image_size: height and width in pixels; 105 is the original.
         download: fetch the complete sets with torchvision first, where they are missing.
         split_seed: shuffles the characters of "random".
@@ -112,6 +114,8 @@ class Omniglot(ImageEpisodes):
         seed: int = 0,
         rotations: bool | None = None,
         warp: float = 0.0,
+        noise: float = 0.0,
+        classes: int | None = None,
         image_size: int = 28,
         download: bool = False,
         split_seed: int = 0,
@@ -155,6 +159,8 @@ class Omniglot(ImageEpisodes):
             seed=seed,
             rotations=split in ("vinyals", "random") if rotations is None else rotations,
             warp=warp,
+            noise=noise,
+            classes=classes,
             class_names=names,
             name="omniglot",
             absent=absent,

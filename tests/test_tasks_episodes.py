@@ -308,3 +308,48 @@ def test_splits_and_numbers_that_do_not_exist():
         ImageEpisodes({"dev": numbered()})
     with pytest.raises(ValueError, match="one shape"):
         ImageEpisodes({"train": numbered(), "test": numbered(size=5)}, queries=2)
+
+
+# -- noisy supports, fewer classes -------------------------------------------------------------------------------------
+
+
+def twelve(**options):
+    """Three splits of twelve classes of eight images, whose first pixel is their class."""
+    return family(**{"seed": 3, **options})
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_noise_spoils_that_share_of_support_labels_and_nothing_else(split):
+    tasks = range(4000)
+    clean, noisy = twelve().batch(split, tasks), twelve(noise=0.3).batch(split, tasks)
+    assert torch.equal(clean.support[0], noisy.support[0])
+    assert torch.equal(clean.query[0], noisy.query[0])
+    assert torch.equal(clean.query[1], noisy.query[1])
+    right, given = clean.support[1], noisy.support[1]
+    wrong = given != right
+    n = wrong.numel()
+    assert abs(float(wrong.double().mean()) - 0.3) < 4 * (0.3 * 0.7 / n) ** 0.5
+    # where it is wrong it is each of the four others alike
+    shift = ((given - right) % 5)[wrong]
+    shares = shift.bincount(minlength=5)[1:] / len(shift)
+    assert float((shares - 0.25).abs().max()) < 4 * (0.25 * 0.75 / len(shift)) ** 0.5
+    # a task's labels are its own, in whatever batch it comes
+    again = twelve(noise=0.3).batch(split, [7, 3])
+    assert torch.equal(again.support[1], given[[7, 3]])
+    assert not torch.equal(twelve(noise=0.3, seed=4).batch(split, tasks).support[1] != right, wrong)
+
+
+def test_fewer_classes_are_some_of_the_training_classes_only():
+    few, more = twelve(classes=6), twelve(classes=9)
+    assert set(few.class_names("train")) < set(more.class_names("train")) < set(twelve().class_names("train"))
+    assert len(few.class_names("train")) == 6
+    assert len(few.class_names("test")) == 12
+    seen = few.batch("train", range(200)).query[0][..., 0, 0, 0].mul(255).round().unique()
+    assert {str(int(c)) for c in seen} == set(few.class_names("train"))
+    assert few.class_names("train") != twelve(classes=6, seed=5).class_names("train")
+    with pytest.raises(ValueError, match=r"at most 12, .* got classes=13"):
+        twelve(classes=13)
+    with pytest.raises(ValueError, match="5-way episodes need 5 classes"):
+        twelve(classes=4)
+    with pytest.raises(ValueError, match="probability below 1, got noise=1"):
+        twelve(noise=1.0)
