@@ -215,7 +215,7 @@ def test_what_could_not_have_been_seen_is_that_of_the_strictest_test():
     d = around(0.01, 0.03)
     expected = 100 * detectable(d.sd, 5, alpha=0.05 / 18)
     sentence = conclusion("x", d, 1.0, tests=18).sentence
-    assert f"a difference below {expected:.1f} points could not have been seen" in sentence
+    assert f"a difference below {expected:.1f} points could not have been seen reliably" in sentence
     assert "not shown either way" in sentence
 
 

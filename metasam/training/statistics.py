@@ -181,8 +181,8 @@ def conclusion(
     """Say in plain English what a paired comparison shows.
 
     "Better" or "worse" if the adjusted p value is below alpha; else "equivalent" only if the whole 95% interval lies
-    within the margin; else "not shown" either way, with the difference that could have been seen. Seeds without a
-    finite result leave it "not shown": those that are left are a selection.
+    within the margin; else "not shown" either way, with the smallest difference that could have been seen reliably.
+    Seeds without a finite result leave it "not shown": those that are left are a selection.
 
     Args:
         name: of the group, to start the sentence.
@@ -231,7 +231,7 @@ def conclusion(
     return Conclusion(
         "not shown",
         f"{name} against {base}: not shown either way, {found} (adjusted {p}); "
-        f"a difference below {seen} could not have been seen.",
+        f"a difference below {seen} could not have been seen reliably.",
     )
 
 
