@@ -47,7 +47,7 @@ def run(config: Config) -> None:
     """Tune, train, tabulate and draw."""
     own = {k: config[k] for k in OWN}
     task = command.choice("tasks")
-    folder = Path(own["study"] or f"studies/{task}-{'-'.join(map(_slug, own['rules']))}"[:120])
+    folder = Path(own["study"] or f"studies/{task}-{'-'.join(map(slug, own['rules']))}"[:120])
     words = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0].lstrip("+") not in OWN]
     rivals = [_rival(entry, words, task) for entry in own["rules"]]
     if own["to"] not in [r.label for r in rivals]:
@@ -72,8 +72,8 @@ def check(config: Config) -> None:
     rules, grid = config["rules"], config["grid"]
     if not isinstance(rules, list) or not rules or not all(isinstance(r, str) and r for r in rules):
         raise ValueError(f"expected rules to be a list such as [plain,sam,asam], got rules={rules}")
-    if len(set(rules)) < len(rules):
-        raise ValueError(f"expected every entry of rules once, got rules={rules}")
+    if len(set(map(slug, rules))) < len(rules):
+        raise ValueError(f"expected every entry of rules once, with a folder name of its own, got rules={rules}")
     fits = isinstance(grid, list) and grid and all(isinstance(g, int | float) and 0 < g < math.inf for g in grid)
     if grid is not None and not fits:
         raise ValueError(f"expected grid to be a list of factors above 0 such as [0.5,1,2], or null, got grid={grid}")
@@ -122,7 +122,7 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
         if rival.radius is not None
     ]
     cells = [
-        study.Cell(folder / "tuning" / _slug(label) / f"rho{radius:.4g}-seed{seed}",
+        study.Cell(folder / "tuning" / slug(label) / f"rho{radius:.4g}-seed{seed}",
                    {**_with_radius(config, radius), "seed": seed, "split": "validation"})
         for label, radius, seed, config in tries
     ]  # fmt: skip
@@ -132,7 +132,7 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
         rows = radii[label]
         if not rows or rows[-1]["rho"] != radius:
             rows.append({"rho": radius, "validation": []})
-        rows[-1]["validation"].append(_validation(found))
+        rows[-1]["validation"].append(validation_of(found))
     for rows in radii.values():
         best = max(rows, key=lambda row: (fmean(row["validation"]), -row["rho"]))
         for row in rows:
@@ -140,7 +140,7 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
     return radii
 
 
-def _validation(results: Results | str) -> float:
+def validation_of(results: Results | str) -> float:
     """What a radius is chosen by, the larger the better; a run that failed loses."""
     if isinstance(results, str):
         return -math.inf
@@ -162,7 +162,7 @@ def _final(
         for rival in rivals:
             radius = chosen(radii, rival.label)
             config = rival.config if radius is None else _with_radius(rival.config, radius)
-            cells.append(study.Cell(folder / _slug(rival.label) / f"seed{seed}", {**config, "seed": seed}))
+            cells.append(study.Cell(folder / slug(rival.label) / f"seed{seed}", {**config, "seed": seed}))
     results = study.run(cells, workers=own["workers"], title="runs", command=typed)
     for cell, found in zip(cells, results, strict=True):
         if isinstance(found, str):
@@ -280,7 +280,8 @@ def write(
     plots.rivals(curves, finals, folder / "comparison.png", quantity, title)
 
 
-def _slug(label: str) -> str:
+def slug(label: str) -> str:
+    """A label as the name of a folder."""
     return re.sub(r"[^\w.=+-]+", "_", label)
 
 

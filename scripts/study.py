@@ -8,16 +8,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from metasam import checkpoint
 from metasam.checkpoint import CheckpointError
 from metasam.configure import Config, flatten, plain
 from metasam.scripts.memory import keep_freed_memory
 from metasam.training import assemble, progress
+from metasam.training.folder import write_json
 from metasam.training.trainer import MAY_CHANGE, Interrupted
 
 Results = dict[str, Any]
@@ -44,7 +46,19 @@ class Cell:
     config: Config
 
 
-def run(cells: Sequence[Cell], *, workers: int = 1, title: str = "study", command: str = "") -> list[Results | str]:
+Job = Callable[[Cell, str], None]
+"""Does the work of one cell, given the command to record."""
+
+
+def run(
+    cells: Sequence[Cell],
+    *,
+    workers: int = 1,
+    title: str = "study",
+    command: str = "",
+    job: Job | None = None,
+    file: str = "results.json",
+) -> list[Results | str]:
     """Run what is not finished; returns the results of every cell, or why it has none, in order.
 
     Each runs in a process of its own on one thread, so its peak memory is its own and a crash takes nothing along.
@@ -54,12 +68,14 @@ def run(cells: Sequence[Cell], *, workers: int = 1, title: str = "study", comman
         workers: how many at a time.
         title: for the progress bar.
         command: what started the study, for the record.
+        job: what to do with a cell, a function of a module; None: train it.
+        file: what the job writes last, in the folder of the cell, with the config in it.
 
     Raises:
         Interrupted: someone asked to stop; every run is saved, and the same call goes on from there.
         CheckpointError: a folder holds a finished run of another config.
     """
-    found: dict[int, Results | str] = {i: r for i, cell in enumerate(cells) if (r := finished(cell)) is not None}
+    found: dict[int, Results | str] = {i: r for i, cell in enumerate(cells) if (r := finished(cell, file)) is not None}
     todo = [i for i in range(len(cells)) if i not in found]
     context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
     if hasattr(os, "fork"):
@@ -72,7 +88,7 @@ def run(cells: Sequence[Cell], *, workers: int = 1, title: str = "study", comman
                     i = todo.pop(0)
                     ours, theirs = context.Pipe(duplex=False)
                     # not a daemon: it must live to save its run when we are interrupted
-                    process = context.Process(target=_train, args=(cells[i], command, theirs, os.getpid()))
+                    process = context.Process(target=_work, args=(job or train, cells[i], command, theirs, os.getpid()))
                     process.start()
                     theirs.close()
                     running[ours] = i, process
@@ -81,7 +97,7 @@ def run(cells: Sequence[Cell], *, workers: int = 1, title: str = "study", comman
                     i, process = running.pop(pipe)
                     said = _heard(pipe)
                     process.join()
-                    done = finished(cells[i])
+                    done = finished(cells[i], file)
                     found[i] = done if done is not None else said or f"died with exit code {process.exitcode}"
                     bar.update(len(found), cells[i].folder.as_posix())
         except KeyboardInterrupt:
@@ -94,16 +110,16 @@ def run(cells: Sequence[Cell], *, workers: int = 1, title: str = "study", comman
     return [found[i] for i in range(len(cells))]
 
 
-def finished(cell: Cell) -> Results | None:
+def finished(cell: Cell, file: str = "results.json") -> Results | None:
     """The results of a cell that has run to its end.
 
     Raises:
         CheckpointError: they are those of another config.
     """
-    file = cell.folder / "results.json"
-    if not file.exists():
+    path = cell.folder / file
+    if not path.exists():
         return None
-    results: Results = json.loads(file.read_text(encoding="utf-8"))
+    results: Results = json.loads(path.read_text(encoding="utf-8"))
     old, new = (
         {k: v for k, v in flatten(c).items() if k not in MAY_CHANGE and not k.startswith(("maml.", "network."))}
         for c in (results["config"], plain(cell.config))
@@ -117,15 +133,29 @@ def finished(cell: Cell) -> Results | None:
     return results
 
 
-def _train(cell: Cell, command: str, pipe: Connection, parent: int) -> None:
+def train(cell: Cell, command: str) -> None:
+    """Train a cell to its end, from its checkpoint if there is one."""
+    device = assemble.choose_device(cell.config["device"])
+    parts = assemble.build(cell.config, device)
+    assemble.trainer(parts, cell.folder, device=device, command=command, quiet=True).fit(resume=True)
+
+
+def judge(cell: Cell, command: str) -> None:
+    """Measure the best weights of a trained cell on test data, into ``test.json``."""
+    device = assemble.choose_device(cell.config["device"])
+    learner, _ = assemble.build(cell.config, device)
+    learner.load_weights(checkpoint.load(cell.folder / "best.pt", map_location=device))
+    measured = learner.measure("test")
+    write_json(cell.folder / "test.json", {**measured, "command": command, "config": plain(cell.config)})
+
+
+def _work(job: Job, cell: Cell, command: str, pipe: Connection, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everyone; the parent tells us to stop
     _end_with(parent)
     keep_freed_memory()
     assemble.set_threads(1)
     try:
-        device = assemble.choose_device(cell.config["device"])
-        parts = assemble.build(cell.config, device)
-        assemble.trainer(parts, cell.folder, device=device, command=command, quiet=True).fit(resume=True)
+        job(cell, command)
         pipe.send("")
     except (Exception, Interrupted) as error:
         pipe.send(str(error) or type(error).__name__)
