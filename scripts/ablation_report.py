@@ -42,7 +42,8 @@ SHARPNESS = {
 BETWEEN = (("low", "up"), ("both", "low"), ("both", "up"))
 NEEDED = ("where", "rule", "mode", "noise", "classes", "seed", "quantity")
 COSTS = ("gradient_evaluations", "iterations", "seconds", "peak_memory_mb")
-COLUMNS = (*NEEDED[:-1], "rho_low", "rho_up", "quantity", "result", "n", *COSTS, *SHARPNESS)
+OTHERS = ("plain_adapt", "validation")
+COLUMNS = (*NEEDED[:-1], "rho_low", "rho_up", "quantity", "result", *OTHERS, "n", *COSTS, *SHARPNESS)
 """Of results.csv."""
 
 
@@ -151,7 +152,7 @@ def _checked(row: Mapping[str, Any]) -> Row:
             raise ValueError(f"expected {key} to be one of {', '.join(known)}, got {row[key]!r}")
     result = row[row["quantity"]] if row["quantity"] in row else row.get("accuracy")
     run = {**row, "result": _number(result)}
-    run.update({k: _number(row.get(k)) for k in COSTS})
+    run.update({k: _number(row.get(k)) for k in (*COSTS, *OTHERS)})
     run["sharpness"] = {k: _number(v) for k, v in (row.get("sharpness") or {}).items()}
     return run
 
@@ -207,10 +208,10 @@ def setting_name(setting: Setting) -> str:
     """A setting in words.
 
     >>> setting_name((0.4, 20)), setting_name((0.0, "all"))
-    ('label noise 0.4, 20 training classes', 'no label noise, all training classes')
+    ('noise 0.4, 20 training classes', 'no noise')
     """
     noise, classes = setting
-    return f"{f'label noise {noise:g}' if noise else 'no label noise'}, {classes} training classes"
+    return (f"noise {noise:g}" if noise else "no noise") + (f", {classes} training classes" if classes != "all" else "")
 
 
 def _slug(setting: Setting) -> str:
@@ -237,10 +238,12 @@ def write(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], folder: P
     Args:
         rows: one a run: where, rule, mode, noise, classes, seed, quantity, accuracy (the result, whatever the quantity
             is) or the quantity by its name; and where known rho_low, rho_up, n, gradient_evaluations, iterations,
-            seconds, peak_memory_mb, curve ([[evaluations, iteration, validation result], ...]), congruence
-            ([[iteration, cosine], ...]), sharpness (meta_average, meta_worst, adapted_average, adapted_worst).
+            seconds, peak_memory_mb, validation, plain_adapt (the result when adapted without SAM),
+            curve ([[evaluations, iteration, validation result], ...]), congruence ([[iteration, cosine], ...]),
+            sharpness (meta_average, meta_worst, adapted_average, adapted_worst).
         facts: where known command, tasks, margin, plan (detectable, written_before_test, grid), tuning (where, rule,
-            rho, validation, chosen), versions, and transductive or notes: sentences to pass on.
+            rho, validation, chosen, and noise and classes), versions, device, transductive (a sentence to pass on)
+            and notes (several).
         folder: to write to; made if it is not there.
 
     Raises:
@@ -366,10 +369,13 @@ def _caveats(study: Study, facts: Mapping[str, Any]) -> list[str]:
             )
     if study.missing:
         found.append(f"Missing: {'; '.join(study.missing)}.")
-    if isinstance(facts.get("transductive"), str):
+    if facts.get("transductive"):
         found.append(facts["transductive"])
-    elif facts.get("transductive"):
-        found.append("BatchNorm took its statistics from the test batch: results are transductive.")
+    if _has_plain(study):
+        found.append(
+            "Runs with SAM in the inner loop adapt to test tasks with it; beside that stands the result of the same "
+            "weights adapted without."
+        )
     return found + list(facts.get("notes", ()))
 
 
@@ -388,22 +394,29 @@ def _all_seeds(study: Study) -> list[Any]:
 
 
 def _result_columns(study: Study) -> tuple[str, ...]:
-    return study.quantity, "minus no SAM", "adjusted p", "conclusion", "evaluations", "seconds", "MB"
+    plain = ("adapted without SAM",) if _has_plain(study) else ()
+    return study.quantity, *plain, "minus no SAM", "adjusted p", "conclusion", "evaluations", "seconds", "MB"
+
+
+def _has_plain(study: Study) -> bool:
+    return any(math.isfinite(run["plain_adapt"]) for run in study.rows)
 
 
 def _results(study: Study, key: tuple[Setting, str, str, str]) -> tuple[str, ...]:
     """Cells of a table under `_result_columns`."""
     group = study.cells.get(key)
     if group is None:
-        return ("no runs", *[""] * 6)
+        return ("no runs", *[""] * (len(_result_columns(study)) - 1))
     finite = [run["result"] for run in group if math.isfinite(run["result"])]
     result = _value(*interval(finite), study.quantity) if finite else "not finite"
     if finite and len(finite) < len(group):
         result += f" ({len(finite)} of {len(group)} runs)"
     c = next((c for c in study.comparisons if (c.setting, c.mode, c.rule, c.where) == key), None)
     memory = [run["peak_memory_mb"] for run in group if math.isfinite(run["peak_memory_mb"])]
+    plain = [run["plain_adapt"] for run in group if math.isfinite(run["plain_adapt"])]
     return (
         result,
+        *([_value(*interval(plain), study.quantity) if plain else ""] if _has_plain(study) else []),
         *(_said(c, study.quantity) if c else ("", "", "baseline" if key[3] == "none" else "")),
         _mean(run["gradient_evaluations"] for run in group),
         _mean(run["seconds"] for run in group),
@@ -494,18 +507,21 @@ def _power(study: Study, facts: Mapping[str, Any], tests: int) -> list[Block]:
                 else "There is no record that the plan was written before test results were read."
             )
         )
-    planned = _flatten(plan.get("detectable"))
+    planned = [(k, v) for k, v in _flatten(plan.get("detectable")) if not isinstance(v, float) or math.isfinite(v)]
+    numbers = [v for _, v in planned if isinstance(v, float)]
     if planned:
-        blocks.append(Text("Smallest detectable difference, as planned:"))
-        blocks.append(
-            Bullets(
-                [
-                    (f"{k}: " if k else "")
-                    + (amount(v, study.quantity, sign=False) if isinstance(v, float) else str(v))
-                    for k, v in planned
-                ]
-            )
+        listed = Bullets(
+            [
+                (f"{k}: " if k else "") + (amount(v, study.quantity, sign=False) if isinstance(v, float) else str(v))
+                for k, v in planned
+            ]
         )
+        said = "Smallest detectable difference, as planned"
+        if len(numbers) == len(planned) > 4:
+            blocks.append(Text(f"{said}: {_range(numbers, study.quantity)}."))
+            blocks.append(Folded(f"Planned, by comparison ({len(planned)})", [listed]))
+        else:
+            blocks += [Text(f"{said}:"), listed]
     rows = []
     for s in study.settings:
         for m in study.modes:
@@ -652,31 +668,44 @@ def _lines(
 
 
 def _radii(study: Study, facts: Mapping[str, Any]) -> list[Block]:
-    used: dict[tuple[str, str, str, str], None] = {}
-    for run in study.rows:
-        if run["where"] != "none":
-            used[run["rule"], PLACES[run["where"]], _text(run.get("rho_low")), _text(run.get("rho_up"))] = None
+    many = len(study.settings) > 1
+    used = dict.fromkeys(
+        (
+            run["rule"],
+            PLACES[run["where"]],
+            *([setting_name((run["noise"], run["classes"]))] if many else []),
+            _text(run.get("rho_low")),
+            _text(run.get("rho_up")),
+        )
+        for run in study.rows
+        if run["where"] != "none"
+    )
+    setting = ["setting"] if many else []
     blocks: list[Block] = []
     if used:
-        names = ("rule", "SAM in", "rho, inner loop", "rho, outer loop")
-        blocks = [Heading("Radii"), Grid([("", n) for n in names], [list(u) for u in used])]
+        names = ["rule", "SAM in", *setting, "rho, inner loop", "rho, outer loop"]
+        blocks = [Heading("Radii"), Grid([("", n) for n in names], [list(u) for u in used], left=len(names) - 2)]
     tuning = facts.get("tuning") or []
     if tuning:
-        rows = [
-            [
-                t["rule"],
-                PLACES.get(t["where"], t["where"]),
-                _text(t["rho"]),
-                _value(*interval(list(map(_number, t["validation"]))), study.quantity),
-                str(len(t["validation"])),
-                "chosen" if t["chosen"] else "",
-            ]
-            for t in tuning
-        ]
-        columns = ("rule", "SAM in", "rho", f"validation {study.quantity}", "seeds", "")
+        rows = []
+        for t in tuning:
+            values = [_number(v) for v in t["validation"]]
+            fine = all(map(math.isfinite, values))
+            rows.append(
+                [
+                    t["rule"],
+                    PLACES.get(t["where"], t["where"]),
+                    *([setting_name((t["noise"], t["classes"])) if "noise" in t else ""] if many else []),
+                    _text(t["rho"]),
+                    _value(*interval(values), study.quantity) if fine else "not finite",
+                    str(len(values)),
+                    "chosen" if t["chosen"] else "",
+                ]
+            )
+        names = ["rule", "SAM in", *setting, "rho", f"validation {study.quantity}", "seeds", ""]
         blocks += [
             Text("Chosen by validation:"),
-            Folded(f"Every radius that was tried ({len(rows)})", [Grid([("", n) for n in columns], rows)]),
+            Folded(f"Every radius that was tried ({len(rows)})", [Grid([("", n) for n in names], rows, left=2 + many)]),
         ]
     elif used:
         blocks.append(Text("No record of a search: these radii were given."))
@@ -694,7 +723,9 @@ def _what_was_run(study: Study, facts: Mapping[str, Any]) -> list[Block]:
     ]
     grid = (facts.get("plan") or {}).get("grid")
     if grid:
-        facts_of.append(f"Grid: {'; '.join(map(str, grid))}.")
+        facts_of.append(f"Planned grid: {'; '.join(map(str, grid))}.")
+    if facts.get("device"):
+        facts_of.append(f"Device: {facts['device']}.")
     if facts.get("versions"):
         facts_of.append("Versions: " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()) + ".")
     blocks: list[Block] = [Heading("What was run"), Bullets(facts_of)]
@@ -705,7 +736,7 @@ def _what_was_run(study: Study, facts: Mapping[str, Any]) -> list[Block]:
 
 def _text(found: Any) -> str:
     """A value of results.csv: numbers with eight digits, nothing where there is none."""
-    if found is None:
+    if found is None or (isinstance(found, float) and math.isnan(found)):
         return ""
     if isinstance(found, float):
         return f"{found:.8g}"
@@ -713,7 +744,8 @@ def _text(found: Any) -> str:
 
 
 def _flat(run: Row) -> dict[str, str]:
-    """A run as a line of results.csv."""
+    """A run as a line of results.csv; a result that is not a number says so."""
+    run = {**run, "result": "nan" if math.isnan(run["result"]) else run["result"]}
     return {c: _text(run["sharpness"].get(c) if c in SHARPNESS else run.get(c)) for c in COLUMNS}
 
 

@@ -263,6 +263,7 @@ def test_a_diverged_run_is_reported_and_its_cell_not_judged(tmp_path, broken, pi
     _, text = written(rows, FACTS, tmp_path)
     assert "1 of 20 runs have no finite result" in text
     assert "(4 of 5 runs)" in text
+    assert [line["result"] for line in lines(tmp_path) if line["where"] == "both"][1] == "nan"
 
 
 def test_cells_and_seeds_that_are_missing_are_named(tmp_path):
@@ -270,8 +271,8 @@ def test_cells_and_seeds_that_are_missing_are_named(tmp_path):
     rows = [r for r in rows if (r["where"], r["rule"], r["seed"]) != ("low", "sam", 3)]
     found = report.analyse(rows, FACTS)
     assert found.missing == [
-        "outer loop, asam, equal iterations, no label noise, all training classes: no runs",
-        "inner loop, sam, equal iterations, no label noise, all training classes: no seed 3",
+        "outer loop, asam, equal iterations, no noise: no runs",
+        "inner loop, sam, equal iterations, no noise: no seed 3",
     ]
     page_, _ = written(rows, FACTS, tmp_path)
     assert "no runs" in page_.text
@@ -300,6 +301,40 @@ def test_runs_that_agree_everywhere_are_equivalent():
 def test_budgets_that_are_not_equal_are_noticed(tmp_path):
     _, text = written(study(modes=("compute",)), FACTS, tmp_path)
     assert "Not quite equal compute: runs had from 100 to 400 gradient evaluations." in text
+
+
+def test_results_adapted_without_sam_stand_beside_the_others(tmp_path):
+    rows = [{**r, "plain_adapt": r["accuracy"] - 0.1, "validation": 0.75} for r in study(rules=("sam",))]
+    found, text = written(rows, FACTS, tmp_path)
+    table = next(t for t in found.tables if t[1][:2] == ["rule", "SAM in"])
+    assert table[1][3] == "adapted without SAM"
+    assert table[2][3].startswith("60.6 ± ")
+    assert "adapted without" in text
+    assert float(lines(tmp_path)[0]["plain_adapt"]) == pytest.approx(rows[0]["plain_adapt"])
+    assert lines(tmp_path)[0]["validation"] == "0.75"
+
+
+def test_radii_of_several_settings_and_tries_that_diverged(tmp_path):
+    tuning = [
+        {"noise": 0.4, "classes": 20, "where": "low", "rule": "sam", "rho": r, "validation": v, "chosen": r < 1}
+        for r, v in {0.05: [0.5, 0.75], 5.0: [0.25, None]}.items()
+    ]
+    found, _ = written(study(rules=("sam",), settings=((0.0, "all"), (0.4, 20))), {"tuning": tuning}, tmp_path)
+    table = next(t for t in found.tables if t[0][-2:] == ["seeds", ""])
+    assert table[1][:4] == ["sam", "inner loop", "noise 0.4, 20 training classes", "0.05"]
+    assert table[1][4].startswith("62.5 ±")
+    assert table[1][-1] == "chosen"
+    assert table[2][3:] == ["5", "not finite", "2", ""]
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_a_long_plan_is_summed_up(tmp_path, number):
+    plan = {"detectable": {f"cell {i}": 0.01 * i for i in range(1, number + 1)} | {"one seed": math.nan}}
+    found, _ = written(study(rules=("sam",)), {"plan": plan}, tmp_path)
+    assert ("as planned: 1.0 to 5.0 points" in found.text) == (number > 4)
+    assert "cell 4: 4.0 points" in found.text
+    assert "one seed" not in found.text
+    assert "no record that the plan" in found.text
 
 
 def test_pictures_that_lack_data_are_left_out(tmp_path, pictures):
