@@ -12,7 +12,7 @@ from metasam.checkpoint import CheckpointError
 from metasam.optim import SharpnessAware
 from metasam.rules import NAMED, make
 from metasam.tasks.streams import Supervised as Data
-from metasam.training import metrics, plots
+from metasam.training import assemble, metrics, plots
 from metasam.training.budget import SCHEDULES, Budget
 from metasam.training.supervised import Supervised
 from metasam.training.trainer import Trainer
@@ -138,6 +138,16 @@ def test_agnostic_validates_on_the_query_stream():
     assert one.data.size("train") == 45
     one.step(0)
     assert one.counts == {"train": 2.0, "val": 2.0}
+
+
+def test_one_radius_for_two_keeps_their_proportion():
+    node = {"_target_": "metasam.rules.Agnostic", "rho_train": 0.1, "rho_val": 0.05}
+    assert assemble._with_radius(node, "rho", 0.3) == {**node, "rho_train": 0.6, "rho_val": 0.3}
+    assert assemble._with_radius({**node, "rho_train": 0.025}, "rho", 0.3) == {
+        **node,
+        "rho_train": 0.15,
+        "rho_val": 0.3,
+    }
 
 
 # -- the trainer ---------------------------------------------------------------------------------------------------

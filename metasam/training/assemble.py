@@ -207,8 +207,10 @@ def _with_radius(node: Config, key: str, rho: float | None) -> Config:
     if rho is None:
         return node
     names, any_name = parameters(_target("rule", node))
-    if "rho_val" in names:  # one number for two radii, as `metasam.rules.make` takes it
-        return {**node, "rho_train": 2 * rho, "rho_val": rho}
+    if "rho_val" in names:  # one number for two radii, in the proportion that the rule has them
+        train, val = node.get("rho_train"), node.get("rho_val")
+        proportion = train / val if train is not None and val else 2.0
+        return {**node, "rho_train": proportion * rho, "rho_val": rho}
     if "rho" not in names and not any_name:
         raise ValueError(f"{key}={rho}: the rule {node['_target_']} has no radius; leave {key} out")
     return {**node, "rho": rho}
