@@ -276,8 +276,13 @@ class Study:
             for cell, results in by_cell.items()
             if cell.where != "none"
         }
+        alpha = 0.05 / max(1, len(differences))  # the strictest step of Holm's adjustment
         planned = {
-            "detectable": {name_of(cell): statistics.detectable(d.sd, d.seeds) for cell, d in differences.items()},
+            "detectable": {
+                name_of(cell): statistics.detectable(d.sd, d.seeds, alpha=alpha) for cell, d in differences.items()
+            },
+            "comparisons": len(differences),
+            "alpha": alpha,
             "seeds": self.config["seeds"],
             "tasks": self.config["test_tasks"],
             "power": 0.8,

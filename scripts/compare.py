@@ -21,9 +21,9 @@ from hydra.core.hydra_config import HydraConfig
 
 from metasam.configure import Config, did_you_mean
 from metasam.scripts import command, study, tables
-from metasam.scripts.report import interval
 from metasam.training import assemble, metrics, plots
 from metasam.training.folder import write_json
+from metasam.training.statistics import interval
 from metasam.training.trainer import Interrupted
 
 OWN = ("rules", "seeds", "to", "grid", "tune_seeds", "workers", "study")

@@ -2,6 +2,7 @@
 
     metasam-report runs/multirun            every run folder below
     metasam-report runs/a runs/b --to low   differences to another variant (of supervised runs, to another rule)
+    metasam-report studies/a studies/b      studies of metasam-ablate: their tables, and their reports written anew
 
 Runs that differ only in their seed are one row. With the same seed, runs have the same test tasks or examples, so a
 difference is paired by seed; intervals are 95% t-intervals over seeds.
@@ -17,10 +18,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from metasam.scripts import ablation_report
 from metasam.scripts.tables import table, value
+from metasam.training.statistics import interval
 
 Run = dict[str, Any]
 
@@ -60,20 +63,6 @@ def setting(run: Run) -> tuple[str, str]:
         if run["config"]["variant"] not in variants:
             config.pop(radius, None)  # it plays no part
     return label(run), json.dumps(config, sort_keys=True)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% t-interval; NaN for a single value.
-
-    >>> mean, half = interval([1.0, 2.0, 3.0])
-    >>> round(mean, 3), round(half, 3)
-    (2.0, 2.484)
-    """
-    if len(values) < 2:
-        return fmean(values), math.nan
-    from scipy.stats import t
-
-    return fmean(values), float(t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
 
 
 def paired(runs: Sequence[Run], base: Sequence[Run]) -> list[float]:
@@ -172,6 +161,17 @@ def show(rows: Sequence[Run]) -> None:
     )
 
 
+def _study(place: Path) -> None:
+    try:
+        facts = json.loads((place / "study.json").read_text(encoding="utf-8"))
+        rows = facts.pop("rows")
+        print(f"{facts['tasks']}: {place}")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place}/study.json holds no study: {type(error).__name__} {error}") from error
+    ablation_report.write(rows, facts, place)
+    ablation_report.show(rows, facts)
+
+
 def main() -> None:
     """Entry point of ``metasam-report``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,6 +180,12 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="write the table to this file too")
     options = parser.parse_args()
     try:
+        studies = [place for place in options.places if (place / "study.json").exists()]
+        for place in studies:
+            _study(place)
+        if len(studies) == len(options.places):
+            return
+        options.places = [place for place in options.places if place not in studies]
         rows = compare(read(options.places), options.to)
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"metasam-report: {error}")

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("hydra")
 from hydra.core.global_hydra import GlobalHydra
 
-from metasam.scripts import ablate
+from metasam.scripts import ablate, report
 
 TINY = [
     "tasks=sinusoid", "model.hidden=[4]", "iterations=6", "evaluate_every=3", "tasks_per_batch=2", "validation_tasks=4",
@@ -39,7 +39,7 @@ def read(path):
     return json.loads(path.read_text())
 
 
-def test_a_study_whole_and_in_parts(call, tmp_path):
+def test_a_study_whole_and_in_parts(call, tmp_path, monkeypatch, capsys):
     status, out, err = call(*TINY, "rules=[sam]", "workers=2", "study=whole")
     assert status == 0, err
     assert "equal compute" in out
@@ -78,6 +78,13 @@ def test_a_study_whole_and_in_parts(call, tmp_path):
         assert judged["over"] == "6 test tasks"
     for name in ("report.md", "report.html", "results.csv", "forest.png"):
         assert (whole / name).stat().st_size > 100
+
+    # and read back
+    (whole / "report.html").unlink()
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(whole)])
+    report.main()
+    assert "equal compute" in capsys.readouterr().out
+    assert (whole / "report.html").exists()
 
     # the same in phases and shards
     for phase in ("tune", "train", "test"):
