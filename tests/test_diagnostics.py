@@ -1,13 +1,17 @@
 """Sharpness and congruence against closed forms, an exact oracle, and plain recomputations."""
 
+import copy
+import dataclasses
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from metasam import noise, tree
+from metasam import checkpoint, noise, tree
 from metasam.diagnostics import (
     average_sharpness,
     congruence,
@@ -20,6 +24,17 @@ from metasam.diagnostics import (
     weights,
     worst_sharpness,
 )
+from metasam.meta import SharpMAML
+from metasam.optim import SharpnessAware
+from metasam.rules import make
+from metasam.tasks.streams import Supervised as Data
+from metasam.training import assemble, metrics, plots
+from metasam.training.budget import Budget
+from metasam.training.diagnose import Diagnostics
+from metasam.training.few_shot import FewShot
+from metasam.training.supervised import Supervised
+from metasam.training.trainer import MAY_CHANGE, Trainer
+from metasam.types import Task
 
 
 def draw(*shape, seed=0):
@@ -414,3 +429,272 @@ def test_errors_say_what_was_expected():
     ]:
         with pytest.raises(ValueError, match=words):
             call()
+
+
+# -- in training ---------------------------------------------------------------------------------------------------
+
+ON = Diagnostics(congruence=True, sharpness=True, rho=0.1, samples=2, tasks=3)
+
+
+class Blobs:
+    """Three-way few-shot classification of points around task-specific means."""
+
+    output_size, input_shape, classification = 3, (2,), True
+
+    def batch(self, split, tasks):
+        return Task.stack([self._task(split, i) for i in tasks])
+
+    def _task(self, split, i):
+        generator = torch.Generator().manual_seed(1000 * len(split) + i)
+        means, y = torch.randn(3, 2, generator=generator), torch.arange(3).repeat(4)
+        x = means[y] + 0.3 * torch.randn(12, 2, generator=generator)
+        return Task((x[:3], y[:3]), (x[3:], y[3:]))
+
+    def size(self, split):
+        return 5 if split == "test" else None
+
+    def describe(self):
+        return {"name": "blobs"}
+
+
+def few_shot(*, batchnorm="batch", engine="auto", dropout=0.0, rule="sam", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+    maml = SharpMAML(
+        model, nn.functional.cross_entropy, inner_lr=0.1, inner_steps=2, variant="both", rule=rule,
+        engine=engine, batchnorm=batchnorm, **options,
+    )  # fmt: skip
+    return FewShot(maml, Blobs(), torch.optim.Adam(model.parameters(), 0.01), 4, 8, 40)
+
+
+def supervised(*, rule="agnostic", dropout=0.3, **_):
+    generator = torch.Generator().manual_seed(7)
+    means = torch.randn(3, 5, generator=generator)
+
+    def some(n):
+        y = torch.arange(n) % 3
+        return means[y] + torch.randn(n, 5, generator=generator), y
+
+    data = Data(some(60), some(130), some(33), batch_size=8)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Supervised(model, nn.functional.cross_entropy, SharpnessAware(base, make(rule), model=model), data)
+
+
+def train(learner, folder, asked, *, resume=False):
+    options = {"evaluate_every": 5, "quiet": True, "checkpoint_seconds": 0.0, "diagnostics": asked}
+    return Trainer(learner, folder, Budget(12), **options).fit(resume=resume)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def without(entry, *keys):
+    return {k: v for k, v in entry.items() if k not in ("seconds", "peak_memory_mb", *keys)}
+
+
+LEARNERS = {
+    "vmap": few_shot,
+    "higher": lambda: few_shot(engine="higher", dropout=0.3),
+    "per_step": lambda: few_shot(batchnorm="per_step"),
+    "frozen": lambda: few_shot(batchnorm="frozen", inner_params=["4.*"], first_order=True),
+    "noisy": lambda: few_shot(rule="vasso", reuse_inner_eps=True),
+    "agnostic": supervised,
+    "looksam": lambda: supervised(rule="looksam"),
+}
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    monkeypatch.setattr(plots, "learning_curve", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_training_is_the_same_to_the_bit_with_diagnostics(name, tmp_path, no_pictures):
+    found = {}
+    for asked in (Diagnostics(), ON):
+        folder = tmp_path / str(asked.sharpness)
+        found[asked.sharpness] = train(LEARNERS[name](), folder, asked)
+    for file in ("checkpoint.pt", "best.pt"):
+        off, on = (checkpoint.load(tmp_path / str(asked) / file) for asked in (False, True))
+        assert equal(without(on), without(off))
+    assert without(found[True], "sharpness") == without(found[False])
+    off, on = (metrics.read(tmp_path / str(asked)) for asked in (False, True))
+    assert [without(e, "congruence", "congruence_dot") for e in on] == [without(e) for e in off]
+    assert [e["iteration"] for e in on if "congruence" in e] == [5, 10, 12]
+    for line in on:
+        assert -1 <= line.get("congruence", 0) <= 1
+        assert ("congruence_dot" in line) == ("congruence" in line)
+    values = found[True]["sharpness"]
+    assert values["worst"] > abs(values["average"]) > 0
+    assert values["average_error"] > 0
+    json.loads((tmp_path / "True" / "results.json").read_text())
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("name", ["per_step", "agnostic"])
+def test_a_continued_run_measures_the_same(name, tmp_path, no_pictures):
+    whole = train(LEARNERS[name](), tmp_path / "whole", ON)
+    mortal = LEARNERS[name]()
+    step = mortal.step
+
+    def dying(number):
+        if number == 7:
+            raise Killed
+        return step(number)
+
+    mortal.step = dying
+    with pytest.raises(Killed):
+        train(mortal, tmp_path / "cut", ON)
+    cut = train(LEARNERS[name](), tmp_path / "cut", ON, resume=True)
+    assert without(whole) == without(cut)
+    a, b = ([without(e) for e in metrics.read(tmp_path / n)] for n in ("whole", "cut"))
+    assert a == b
+    assert sum("congruence" in e for e in a) == 3
+
+
+def test_no_diagnostics_call_nothing(tmp_path, no_pictures, monkeypatch):
+    for name in ("congruence", "sharpness"):
+        monkeypatch.setattr(FewShot, name, None)
+    assert "sharpness" not in train(few_shot(), tmp_path, Diagnostics())
+
+
+@pytest.mark.parametrize("engine", ["vmap", "higher"])
+def test_congruence_is_that_of_two_meta_gradients(engine):
+    one = few_shot(engine=engine, dropout=0.3)
+    one.step(0)
+    before = one.gradient_evaluations, one.counts
+    found = one.congruence(6)
+    assert (one.gradient_evaluations, one.counts) == before
+    assert one.maml.model.training
+    one.maml.model.eval()  # no dropout; norms take their batch in either mode
+    grads = []
+    for split in ("train", "validation"):
+        loss = one.maml.meta_loss(one.family.batch(split, range(6)))
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(one.maml.model.parameters()))]))
+    assert found["congruence_dot"] == pytest.approx(float(grads[0] @ grads[1]), rel=1e-4)
+    assert found["congruence"] == pytest.approx(float(torch.cosine_similarity(*grads, dim=0)), rel=1e-4)
+    assert 0.01 < abs(found["congruence"]) < 0.999
+
+
+def test_sharpness_is_that_of_the_meta_loss_and_of_adapted_tasks():
+    one = few_shot()
+    one.step(0)
+    found = one.sharpness("test", rho=0.1, samples=3, tasks=6)
+    maml, batch = one.maml, one.family.batch("train", range(6))
+    params = weights(maml.model)
+    entries = sum(v.numel() for v in params.values())
+    assert (found["rho"], found["average_rho"], found["over"]) == (0.1, 0.1 / math.sqrt(entries), "6 training tasks")
+
+    def at(d):
+        copy_ = copy.deepcopy(maml)
+        with torch.no_grad():
+            for k, p in copy_.model.named_parameters():
+                p += d[k]
+        return float(copy_.meta_loss(batch).detach())
+
+    rises = []
+    for number in range(3):
+        d = tree.scale(noise.normal(params, 0, number), 0.1 / math.sqrt(entries))
+        rises.append((at(d) + at(tree.scale(d, -1.0))) / 2 - at(tree.scale(d, 0.0)))
+    assert found["average"] == pytest.approx(sum(rises) / 3, abs=1e-6)
+    assert found["average_error"] == pytest.approx(float(torch.tensor(rises).std()) / math.sqrt(3), abs=1e-6)
+    grads = torch.autograd.grad(maml.meta_loss(batch), list(maml.model.parameters()))
+    norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+    climb = {k: 0.1 * g / norm for k, g in zip(params, grads, strict=True)}
+    sam = at(climb) - at(tree.scale(climb, 0.0))  # the first step
+    assert sam - 1e-5 < found["worst"] < 2 * sam
+    # adapted tasks: the test split has 5
+    assert found["adapted"]["over"] == "5 test tasks"
+    for side in ("support", "query"):
+        each = []
+        for task in one.family.batch("test", range(5)).unbind():
+            adapted = maml.adapt(task)
+            loss = model_loss(adapted, nn.functional.cross_entropy, [getattr(task, side)])
+            each.append(worst_sharpness(loss, weights(adapted), 0.1).value)
+        each = torch.tensor(each)
+        assert found["adapted"][side]["worst"] == pytest.approx(float(each.mean()), rel=1e-5)
+        assert found["adapted"][side]["worst_ci95"] == pytest.approx(1.96 * float(each.std()) / math.sqrt(5), rel=1e-4)
+        assert found["adapted"][side]["average"] > 0
+
+
+def test_supervised_diagnostics_are_of_fixed_examples():
+    one = supervised()
+    one.step(0)
+    grads = []
+    one.model.eval()
+    for split in ("train", "validation"):
+        order = torch.randperm(one.data.size(split), generator=torch.Generator().manual_seed(0))
+        rows = order[:48].sort().values
+        x, y = next(one.data.examples(split))
+        loss = nn.functional.cross_entropy(one.model(x[rows]), y[rows])
+        grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(one.model.parameters()))]))
+        assert len(set(y[rows].tolist())) == 3
+    one.model.train()
+    found = one.congruence(6)
+    assert one.model.training
+    assert found["congruence_dot"] == pytest.approx(float(grads[0] @ grads[1]), rel=1e-4)
+    assert found["congruence"] == pytest.approx(float(torch.cosine_similarity(*grads, dim=0)), rel=1e-4)
+    assert 0.1 < found["congruence"] < 0.999
+    sharp = one.sharpness("test", rho=0.2, samples=4, tasks=100)
+    assert sharp["over"] == "60 training examples"
+    loss = model_loss(one.model, nn.functional.cross_entropy, [next(one.data.examples("train"))])
+    params = weights(one.model)
+    expected = average_sharpness(loss, params, sharp["average_rho"], samples=4)
+    assert (sharp["average"], sharp["average_error"]) == pytest.approx(expected, abs=1e-6)
+    assert sharp["worst"] == pytest.approx(worst_sharpness(loss, params, 0.2).value, rel=1e-3)
+
+
+def test_without_validation_data_there_is_no_congruence(monkeypatch):
+    one = few_shot()
+    monkeypatch.setattr(one.family, "size", lambda split: 0 if split == "validation" else None, raising=False)
+    assert one.congruence(2) == {}
+
+
+def test_a_restore_after_an_exception_inside_a_diagnostic(monkeypatch):
+    one = few_shot(batchnorm="per_step")
+    one.step(0)
+    before = {k: v.clone() for k, v in one.maml.model.state_dict().items()}
+    statistics = {k: v.clone() for k, v in one.maml.loop.per_step.buffers.items()}
+    counts, calls, meta_loss = one.counts, iter(range(5)), one.maml.meta_loss
+
+    def failing(tasks):
+        loss = meta_loss(tasks)
+        if next(calls, None) is None:
+            raise KeyError("inside")
+        return loss
+
+    monkeypatch.setattr(one.maml, "meta_loss", failing)
+    with pytest.raises(KeyError, match="inside"):
+        one.sharpness("test", rho=0.1, samples=5, tasks=4)
+    assert all(torch.equal(v, before[k]) for k, v in one.maml.model.state_dict().items())
+    assert all(torch.equal(v, statistics[k]) for k, v in one.maml.loop.per_step.buffers.items())
+    assert one.counts == counts
+    assert one.maml.model.training
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("congruence", 1), ("sharpness", "yes"), ("rho", 0), ("samples", 1), ("tasks", 1.5)]
+)
+def test_keys_are_checked(key, value):
+    with pytest.raises(ValueError, match=rf"expected diagnostics\.{key} to be"):
+        assemble.check({"diagnostics": {key: value}})
+
+
+def test_the_config_lists_every_key():
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load((Path(assemble.__file__).parents[2] / "configs" / "train.yaml").read_text())
+    assert Diagnostics(**config["diagnostics"]) == Diagnostics()
+    assert {f"diagnostics.{f.name}" for f in dataclasses.fields(Diagnostics)} <= set(MAY_CHANGE)
+    assert {f"diagnostics.{k}" for k in config["diagnostics"]} <= set(assemble._RANGES)

@@ -31,7 +31,7 @@ def test_every_block_runs(page, monkeypatch, tmp_path):
 
 
 def test_pages_that_should_be_here_are():
-    assert {"README.md", "migration.md"} <= {p.name for p in PAGES}
+    assert {"README.md", "migration.md", "diagnostics.md"} <= {p.name for p in PAGES}
 
 
 def test_links_between_pages_lead_somewhere():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,7 +122,7 @@ def mean_loss(losses: Sequence[Loss], sizes: Sequence[float] | None = None) -> L
 
 
 @contextmanager
-def moved(live: Params, values: Params) -> Iterator[None]:
+def moved(live: Mapping[str, Tensor], values: Params) -> Iterator[None]:
     """Within: the live parameters hold ``values``; afterwards, also after an exception, what they held, bit for bit.
 
     Args:
@@ -138,12 +138,12 @@ def moved(live: Params, values: Params) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _write(live: Params, values: Params) -> None:
+def _write(live: Mapping[str, Tensor], values: Params) -> None:
     for k, v in values.items():
         live[k].copy_(v)
 
 
-def live_loss(live: Params, closure: Callable[[], Tensor]) -> Loss:
+def live_loss(live: Mapping[str, Tensor], closure: Callable[[], Tensor]) -> Loss:
     """What ``closure()`` computes with the live parameters, as a function of them: they are moved for each call.
 
     For losses that cannot be handed their parameters, such as a meta-loss:

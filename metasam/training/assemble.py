@@ -15,6 +15,7 @@ import torch
 from ..configure import Config, did_you_mean, flatten, instantiate, locate, offer, parameters, plain
 from ..optim import SharpnessAware
 from .budget import SCHEDULES, Budget
+from .diagnose import Diagnostics
 from .few_shot import FewShot
 from .learner import Learner
 from .rng import seed_everything
@@ -113,6 +114,7 @@ def trainer(
         config=config,
         command=command,
         device=device,
+        diagnostics=Diagnostics(**config.get("diagnostics", {})),
         quiet=quiet,
     )
 
@@ -313,6 +315,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "checkpoint": _one_of("best", "latest"),
     "split": _one_of("train", "validation", "test"),
     "steps": _AT_LEAST_1,
+    "diagnostics.congruence": _SWITCH,
+    "diagnostics.sharpness": _SWITCH,
+    "diagnostics.rho": (_number, "a finite number above 0"),
+    "diagnostics.samples": _AT_LEAST_2,
+    "diagnostics.tasks": _AT_LEAST_2,
     "device": _one_of("auto", "cpu", "cuda", "mps"),
 }
 

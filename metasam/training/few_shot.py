@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from .. import diagnostics
 from ..configure import Config, flatten
-from . import evaluation
+from . import diagnose, evaluation
 from .learner import Measured, Step, Words
 
 if TYPE_CHECKING:
@@ -102,6 +106,79 @@ class FewShot:
             per_batch=self.tasks_per_batch,
             device=self.device,
         )
+
+    def congruence(self, tasks: int) -> dict[str, float]:
+        """Of the meta-gradient on the first training tasks with that on the first validation tasks."""
+        if not self.has("validation"):
+            return {}
+        with self._unnoticed():
+            losses = [self._meta_loss(split, tasks) for split in ("train", "validation")]
+            return diagnose.agreement(losses, diagnostics.weights(self.maml.model))
+
+    def sharpness(self, split: str, *, rho: float, samples: int, tasks: int) -> dict[str, Any]:
+        """Of the meta-loss on the first training tasks; and, adapting to the first tasks of a split, of their losses.
+
+        Returns:
+            ``rho``, ``average_rho``, ``samples``, ``over``, ``average``, ``average_error``, ``worst``; and under
+            ``adapted`` ``over``, and for the ``support`` and the ``query`` loss around the adapted weights the means
+            over tasks of ``average`` and ``worst``, with ``_ci95``.
+        """
+        with self._unnoticed():
+            params = diagnostics.weights(self.maml.model)
+            found = diagnose.around(self._meta_loss("train", tasks), params, rho, samples)
+            each: dict[str, list[dict[str, float]]] = {"support": [], "query": []}
+            for batch in evaluation.batches(self.family, split, tasks, self.tasks_per_batch, self.device):
+                for task in batch.unbind():
+                    adapted = self.maml.adapt(task)
+                    for side, values in each.items():
+                        loss = diagnostics.model_loss(adapted, self.maml.loop.loss_fn, [getattr(task, side)])
+                        values.append(diagnose.around(loss, diagnostics.weights(adapted), rho, samples))
+        return {
+            "rho": rho,
+            "average_rho": diagnose.average_rho(params, rho),
+            "samples": samples,
+            "over": f"{self._number('train', tasks)} training tasks",
+            **found,
+            "adapted": {
+                "over": f"{len(each['query'])} {split} tasks",
+                **{side: diagnose.over_tasks(values) for side, values in each.items()},
+            },
+        }
+
+    def _number(self, split: str, tasks: int) -> int:
+        size = self.family.size(split)
+        return tasks if size is None else min(tasks, size)
+
+    def _meta_loss(self, split: str, tasks: int) -> diagnostics.Loss:
+        """The meta-loss on the first tasks of a split as a function of the meta-parameters, a chunk at a time."""
+        size = self.maml.chunk_size or (1 if self.maml.engine_used == "higher" else self.tasks_per_batch)
+        chunks = list(evaluation.batches(self.family, split, tasks, size, self.device))
+        live = {k: p for k, p in self.maml.model.named_parameters() if p.requires_grad}
+
+        def on(chunk: Task) -> diagnostics.Loss:
+            def closure() -> Tensor:
+                with torch.enable_grad():  # the inner loop differentiates, whoever calls
+                    return self.maml.meta_loss(chunk)
+
+            return diagnostics.live_loss(live, closure)
+
+        return diagnostics.mean_loss([on(c) for c in chunks], [len(c.support[1]) for c in chunks])
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """Within: no dropout, norms as in training; afterwards counts, statistics and generators are what they were."""
+        loop = self.maml.loop
+        counts = dict(loop.counts)
+        statistics = {} if loop.per_step is None else {k: b.clone() for k, b in loop.per_step.buffers.items()}
+        try:
+            with diagnose.unnoticed(self.maml.model):
+                yield
+        finally:
+            loop.counts.clear()
+            loop.counts.update(counts)
+            for k, b in statistics.items():
+                assert loop.per_step is not None  # there are statistics of it
+                loop.per_step.buffers[k].copy_(b)
 
     def state_dict(self, *, slim: bool = False) -> dict[str, Any]:
         """The meta-learner, the facts that a network must fit, and the optimizer."""

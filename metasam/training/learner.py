@@ -83,6 +83,27 @@ class Learner(Protocol):
         """Judge the weights for the results: ``accuracy`` or ``loss``, ``ci95``, ``n``, ``over``, ..."""
         ...
 
+    def congruence(self, tasks: int) -> dict[str, float]:
+        """Whether the gradients of training and validation agree: ``congruence``, ``congruence_dot``.
+
+        Empty without validation data. Nothing that training depends on changes.
+
+        Args:
+            tasks: how many tasks (supervised: batches of examples) of each split, always the same ones.
+        """
+        ...
+
+    def sharpness(self, split: str, *, rho: float, samples: int, tasks: int) -> dict[str, Any]:
+        """How sharp the training loss is around the weights, see `metasam.training.diagnose.around`.
+
+        Args:
+            split: where tasks to adapt to come from.
+            rho: radius of the ball.
+            samples: displacements that an average is over.
+            tasks: as for `congruence`.
+        """
+        ...
+
     def state_dict(self, *, slim: bool = False) -> dict[str, Any]:
         """What a checkpoint holds of the learner; a slim one is enough to use the weights, not to continue."""
         ...

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .. import diagnostics
 from ..configure import Config, flatten
 from ..meta import COST
 from ..optim import SharpnessAware
 from ..types import Part
+from . import diagnose
 from .learner import Measured, Step, Words
 
 if TYPE_CHECKING:
@@ -105,6 +107,45 @@ class Supervised:
     def measure(self, split: str) -> dict[str, Any]:
         """On the examples of a split, see `measure`."""
         return measure(self.model, self.loss_fn, self.data, split, self.device)
+
+    def congruence(self, tasks: int) -> dict[str, float]:
+        """Of the gradients in eval mode on fixed training and validation examples, for so many batches of each."""
+        if not self.has("validation"):
+            return {}
+        with diagnose.unnoticed(self.model):
+            losses = [self._loss(split, tasks)[0] for split in ("train", "validation")]
+            return diagnose.agreement(losses, diagnostics.weights(self.model))
+
+    def sharpness(self, split: str, *, rho: float, samples: int, tasks: int) -> dict[str, Any]:
+        """Of the training loss in eval mode, without augmentation, on fixed examples.
+
+        Returns:
+            ``rho``, ``average_rho``, ``samples``, ``over``, ``average``, ``average_error``, ``worst``.
+        """
+        with diagnose.unnoticed(self.model):
+            params = diagnostics.weights(self.model)
+            loss, count = self._loss("train", tasks)
+            return {
+                "rho": rho,
+                "average_rho": diagnose.average_rho(params, rho),
+                "samples": samples,
+                "over": f"{count} training examples",
+                **diagnose.around(loss, params, rho, samples),
+            }
+
+    def _loss(self, split: str, tasks: int) -> tuple[diagnostics.Loss, int]:
+        """The mean loss on at most ``tasks`` batches of examples, drawn once and for all, and how many they are."""
+        order = torch.randperm(self.data.size(split), generator=torch.Generator().manual_seed(0))
+        chosen = torch.zeros(len(order), dtype=torch.bool)
+        chosen[order[: tasks * self.data.batch_size]] = True
+        xs, ys, first = [], [], 0
+        for x, y in self.data.examples(split):
+            rows = chosen[first : first + len(y)]
+            xs.append(x[rows])
+            ys.append(y[rows])
+            first += len(y)
+        parts = [torch.cat(part).to(self.device).split(self.data.batch_size) for part in (xs, ys)]
+        return diagnostics.model_loss(self.model, self.loss_fn, list(zip(*parts, strict=True))), int(chosen.sum())
 
     def state_dict(self, *, slim: bool = False) -> dict[str, Any]:
         """Weights and buffers, the facts that a network must fit, and the optimizer with its rule."""

@@ -6,6 +6,7 @@ seed, and everything else that a step depends on is in the checkpoint.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -23,10 +24,15 @@ from ..checkpoint import CheckpointError
 from ..configure import Config, flatten, plain
 from . import evaluation, folder, metrics, plots, progress, rng
 from .budget import SCHEDULES, Budget
+from .diagnose import Diagnostics
 from .learner import Learner, Measured
 
-MAY_CHANGE = ("method", "test_tasks", "device", "threads", "run", "resume", "tasks.root", "tasks.download")
-"""Keys of the config that may differ when a run is continued: they change where it runs, not what it is."""
+MAY_CHANGE = (
+    "method", "test_tasks", "device", "threads", "run", "resume", "tasks.root", "tasks.download",
+    "diagnostics.congruence", "diagnostics.sharpness", "diagnostics.rho", "diagnostics.samples", "diagnostics.tasks",
+)  # fmt: skip
+"""Keys of the config that may differ when a run is continued: they change where it runs and what is measured of it,
+not what it is."""
 
 LENGTH = ("iterations", "epochs", "budget.passes")
 """Keys that change how far it runs: they may differ too where the learning rate does not depend on that."""
@@ -57,6 +63,7 @@ class Trainer:
         config: what to record with the run and to compare when it is continued; plain nested values.
         command: how the run was started, for the record and for advice.
         device: where checkpoints are read to.
+        diagnostics: what else to measure.
         quiet: say nothing.
     """
 
@@ -70,6 +77,7 @@ class Trainer:
     config: Config = field(default_factory=dict)
     command: str = ""
     device: torch.device | str = "cpu"
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -140,6 +148,8 @@ class Trainer:
                 if measured is not None:
                     line |= {f"validation_{measured.quantity}": measured.value, "validation_ci95": measured.half}
                     shown = "  validation " + _number(measured)
+                if due and self.diagnostics.congruence:
+                    line |= self.learner.congruence(self.diagnostics.tasks)
                 self.seconds = before + time.monotonic() - began
                 log.write(
                     self.iteration,
@@ -216,12 +226,20 @@ class Trainer:
             "iterations": self.iteration,
             **self.learner.facts(),
             **evaluation.environment(self.device),
+            **({"sharpness": self._sharpness(split)} if self.diagnostics.sharpness else {}),
             "command": self.command,
             "config": {k: v for k, v in self.config.items() if k != "maml"},
             **{k: measured[k] for k in ("tasks", "per_task") if k in measured},
         }
         folder.write_json(self.folder / "results.json", results)
         return results
+
+    def _sharpness(self, split: str) -> dict[str, Any]:
+        """Of the weights that are measured; numbers that JSON does not know (nan, inf) are null."""
+        self._say("measuring sharpness")
+        asked = self.diagnostics
+        found = self.learner.sharpness(split, rho=asked.rho, samples=asked.samples, tasks=asked.tasks)
+        return _known(found)
 
     def _payload(self, *, slim: bool = False) -> dict[str, Any]:
         """What a checkpoint holds; a slim one is enough to use the weights, not to continue."""
@@ -296,6 +314,13 @@ def refuse_other_config(
         raise CheckpointError(
             f"{path} is of another run; it differs in {pairs}{more}: set that alike, or use another run=DIR"
         )
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: _known(v) if isinstance(v, dict) else None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in values.items()
+    }
 
 
 def _status(loss: float, accuracy: float | None) -> str:
