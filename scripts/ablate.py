@@ -13,6 +13,7 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,12 +21,11 @@ from typing import Any, NamedTuple
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from metasam import checkpoint
 from metasam.configure import Config
 from metasam.scripts import ablation_report, command, study
-from metasam.scripts.compare import FIRST_TUNING_SEED, slug, validation_of
+from metasam.scripts.compare import FIRST_TUNING_SEED, refuse_shared, slug, validation_of
 from metasam.training import assemble, evaluation, metrics, statistics
-from metasam.training.folder import write_json
+from metasam.training.folder import alone, make, write_json
 from metasam.training.trainer import Interrupted
 
 OWN = (
@@ -127,6 +127,7 @@ class Study:
 
     def _compose(self, entry: str) -> Config:
         name, *more = shlex.split(entry)
+        refuse_shared(entry, more)
         try:
             keys = command.plain_config(hydra.compose("ablate", [*self.words, f"rule={name}", *more]))
         except Exception as error:
@@ -187,11 +188,16 @@ class Study:
         for setting, rule, loop, radius, seed in self.tries():
             run = self.tuning_run(setting, rule, loop, radius, seed)
             found = study.finished(run)
-            if found is None and not (run.folder / FAILED).exists():
+            if found is None and not (run.folder / study.DIVERGED).exists():
                 raise ValueError(f"expected the tuning phase to have ended, {run.folder} has no results: phase=tune")
             rows[setting, rule, loop][radius].append(-math.inf if found is None else validation_of(found))
         table = []
         for (setting, rule, loop), tried in rows.items():
+            if all(-math.inf in values for values in tried.values()):
+                raise ValueError(
+                    f"{rule} in the {loop} loop diverges with every radius of grid={self.config['grid']}: "
+                    "lower the grid, inner.lr or optim.lr"
+                )
             best = max(tried, key=lambda radius: (fmean(tried[radius]), -radius))
             for radius, values in tried.items():
                 table.append(
@@ -227,7 +233,7 @@ class Study:
     def phase(self, name: str) -> None:
         """Do this process's share of a phase."""
         if name == "tune":
-            self._each([self.tuning_run(*t) for t in self.tries()], "tuning radii", may_fail=True)
+            self._each([self.tuning_run(*t) for t in self.tries()], "tuning radii", may_diverge=True)
         elif name == "train":
             self._each([run for _, _, run in self.runs()], "training")
         elif name == "test":
@@ -243,17 +249,14 @@ class Study:
         *,
         job: study.Job | None = None,
         file: str = "results.json",
-        may_fail: bool = False,
+        may_diverge: bool = False,
     ) -> None:
         mine = list(runs)[self.config["shard"] :: self.config["shards"]]
         workers = self.config["workers"]
         results = study.run(mine, workers=workers, title=title, command=self.typed, job=job, file=file)
-        failed = [(run, found) for run, found in zip(mine, results, strict=True) if isinstance(found, str)]
-        for run, reason in failed:
-            if not may_fail:
-                raise ValueError(f"{run.folder}: {reason}; the runs that finished are kept")
-            run.folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_text(run.folder / FAILED, reason + "\n")
+        for run, found in zip(mine, results, strict=True):
+            if isinstance(found, study.Failure) and not (found.diverged and may_diverge):
+                raise ValueError(f"{run.folder}: {found.reason}; the runs that finished are kept")
 
     def plan(self) -> Results:
         """What could be detected, by the spread of the validation differences: written before any test run.
@@ -343,9 +346,6 @@ class Study:
         }
 
 
-FAILED = "failed.txt"
-
-
 def name_of(cell: Cell) -> str:
     """A cell in words."""
     mode = ablation_report.BUDGETS[cell.mode]
@@ -392,9 +392,11 @@ def run(config: Config) -> None:
     whole = Study(config, words, command.choice("tasks"), typed)
     phases = PHASES if config["phase"] == "all" else (config["phase"],)
     whole.refuse_what_cannot_run()
+    make(whole.folder)
     try:
-        for phase in phases:
-            whole.phase(phase)
+        with alone(whole.folder, "study") if config["shards"] == 1 else nullcontext():
+            for phase in phases:
+                whole.phase(phase)
     except Interrupted as stop:
         raise command.Stop(f"{stop}; the same command goes on:\n  {typed}", status=130) from None
 
@@ -416,8 +418,10 @@ def check(config: Config) -> None:
     if not all(c == "all" or (isinstance(c, int) and c > 0) for c in config["classes"]):
         raise ValueError(f"expected classes to be a list of numbers, or all, got classes={config['classes']}")
     grid = config["grid"]
-    if grid is not None and not (isinstance(grid, list) and grid and all(isinstance(g, int | float) for g in grid)):
-        raise ValueError(f"expected grid to be a list of factors such as [0.01,0.1,1], or null, got grid={grid}")
+    fits = isinstance(grid, list) and grid and all(isinstance(g, int | float) and 0 < g < math.inf for g in grid)
+    if grid is not None and (not fits or len({f"{g:.4g}" for g in grid}) < len(grid)):
+        wanted = "a list of different factors above 0 such as [0.01,0.1,1], or null"
+        raise ValueError(f"expected grid to be {wanted}, got grid={grid}")
     for key, least in {"seeds": 1, "tune_seeds": 1, "workers": 1, "shards": 1, "shard": 0}.items():
         if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < least:
             raise ValueError(f"expected {key} to be a whole number of at least {least}, got {key}={config[key]}")

@@ -7,7 +7,7 @@ are not used again; then all run with the same seeds, and the test set is looked
 from __future__ import annotations
 
 import csv
-import json
+import hashlib
 import math
 import re
 import shlex
@@ -22,12 +22,18 @@ from hydra.core.hydra_config import HydraConfig
 from metasam.configure import Config, did_you_mean
 from metasam.scripts import command, study, tables
 from metasam.training import assemble, metrics, plots
-from metasam.training.folder import write_json
+from metasam.training.folder import alone, make, write_json
 from metasam.training.statistics import interval
 from metasam.training.trainer import Interrupted
 
 OWN = ("rules", "seeds", "to", "grid", "tune_seeds", "workers", "study")
 """Keys of a comparison; the others are those of each of its runs."""
+
+SHARED = (
+    *OWN, "seed", "iterations", "epochs", "batch_size", "test_tasks", "split", "run", "resume", "tasks", "tasks.root",
+    "tasks.path", "tasks.test", "tasks.validation", "tasks.split_seed", "ways", "shots", "queries", "tasks_per_batch",
+)  # fmt: skip
+"""Keys that all entries of ``rules`` have alike: the cost of a step, how many there are, what they are judged on."""
 
 FIRST_TUNING_SEED = 1001
 
@@ -39,15 +45,17 @@ class Rival(NamedTuple):
 
     label: str
     config: Config
+    default: float | None
+    """The radius it has if it is not tuned; None: it has none."""
     radius: float | None
-    """Its own default, which the grid multiplies; None: nothing to tune."""
+    """What the grid multiplies; None: nothing to tune."""
 
 
 def run(config: Config) -> None:
     """Tune, train, tabulate and draw."""
     own = {k: config[k] for k in OWN}
     task = command.choice("tasks")
-    folder = Path(own["study"] or f"studies/{task}-{'-'.join(map(slug, own['rules']))}"[:120])
+    folder = Path(own["study"] or Path("studies") / _name(task, own["rules"]))
     words = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0].lstrip("+") not in OWN]
     rivals = [_rival(entry, words, task) for entry in own["rules"]]
     if own["to"] not in [r.label for r in rivals]:
@@ -55,9 +63,11 @@ def run(config: Config) -> None:
     for rival in rivals:  # what cannot be built is said before any of them runs
         assemble.build(rival.config)
     typed = command.command_line()
+    make(folder)
     try:
-        radii = _tune(rivals, own, folder, typed)
-        runs = _final(rivals, radii, own, folder, typed)
+        with alone(folder, "study"):
+            radii = _tune(rivals, own, folder, typed)
+            runs = _final(rivals, radii, own, folder, typed)
     except Interrupted as stop:
         raise command.Stop(f"{stop}; the same command goes on:\n  {typed}", status=130) from None
     rows = rows_of(rivals, radii, runs, own["to"])
@@ -75,6 +85,8 @@ def check(config: Config) -> None:
     if len(set(map(slug, rules))) < len(rules):
         raise ValueError(f"expected every entry of rules once, with a folder name of its own, got rules={rules}")
     fits = isinstance(grid, list) and grid and all(isinstance(g, int | float) and 0 < g < math.inf for g in grid)
+    if fits and len({f"{g:.4g}" for g in grid}) < len(grid):
+        raise ValueError(f"expected every factor of grid once, to four digits, got grid={grid}")
     if grid is not None and not fits:
         raise ValueError(f"expected grid to be a list of factors above 0 such as [0.5,1,2], or null, got grid={grid}")
     for key in ("seeds", "tune_seeds", "workers"):
@@ -85,6 +97,7 @@ def check(config: Config) -> None:
 def _rival(entry: str, words: Sequence[str], task: str) -> Rival:
     """A rule, or one with further keys: ``"agnostic rule.lookahead=false"``."""
     name, *more = shlex.split(entry)
+    refuse_shared(entry, more)
     try:
         composed = hydra.compose("compare", [*words, f"rule={name}", *more])
     except Exception as error:
@@ -99,9 +112,19 @@ def _rival(entry: str, words: Sequence[str], task: str) -> Rival:
     }
     assemble.check(config)
     rule = config["rule"]
-    given = {config.get("rho"), config.get("rho_low"), config.get("rho_up")} != {None}
-    radius = None if given else rule.get("rho", rule.get("rho_val"))
-    return Rival(entry, config, radius)
+    given = [r for r in (config.get("rho"), config.get("rho_low"), config.get("rho_up")) if r is not None]
+    default = rule.get("rho", rule.get("rho_val"))
+    return Rival(entry, config, given[0] if given else default, None if given else default)
+
+
+def refuse_shared(entry: str, words: Sequence[str]) -> None:
+    """Raise ValueError if an entry of ``rules`` sets what has to be alike for all."""
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if key in SHARED or key.startswith("budget"):
+            raise ValueError(
+                f"rules: {word} in {entry!r} would make it unlike the others: say it for all, outside rules"
+            )
 
 
 def _with_radius(config: Config, radius: float) -> Config:
@@ -112,7 +135,11 @@ def _with_radius(config: Config, radius: float) -> Config:
 
 
 def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dict[str, list[Results]]:
-    """What each radius of the grid gave, by rule; rules without a radius, or one that is given, are left out."""
+    """What each radius of the grid gave, by rule; rules without a radius, or one that is given, are left out.
+
+    Raises:
+        ValueError: a run failed, other than by diverging; or a rule diverges with every radius.
+    """
     tuned = [r for r in rivals if r.radius is not None and own["grid"]]
     tries = [
         (rival.label, rival.radius * factor, seed, rival.config)
@@ -133,23 +160,31 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
         if not rows or rows[-1]["rho"] != radius:
             rows.append({"rho": radius, "validation": []})
         rows[-1]["validation"].append(validation_of(found))
-    for rows in radii.values():
+    for label, rows in radii.items():
+        if all(-math.inf in row["validation"] for row in rows):
+            raise ValueError(f"{label} diverges with every radius of grid={own['grid']}: lower the grid, or optim.lr")
         best = max(rows, key=lambda row: (fmean(row["validation"]), -row["rho"]))
         for row in rows:
             row["chosen"] = row is best
     return radii
 
 
-def validation_of(results: Results | str) -> float:
-    """What a radius is chosen by, the larger the better; a run that failed loses."""
-    if isinstance(results, str):
+def validation_of(results: Results | study.Failure) -> float:
+    """What a radius is chosen by, the larger the better; a run that diverged loses.
+
+    Raises:
+        ValueError: it failed in another way, which says nothing about its radius.
+    """
+    if isinstance(results, study.Failure):
+        if not results.diverged:
+            raise ValueError(f"a tuning run failed: {results.reason}; the same command goes on")
         return -math.inf
     accuracy = results.get("validation_accuracy")
     return accuracy if accuracy is not None else -results["validation_loss"]
 
 
 def chosen(radii: dict[str, list[Results]], label: str) -> float | None:
-    """The radius of a rule, None if it was not tuned."""
+    """The radius that a rule was tuned to, None if it was not tuned."""
     return next((row["rho"] for row in radii.get(label, []) if row["chosen"]), None)
 
 
@@ -165,11 +200,11 @@ def _final(
             cells.append(study.Cell(folder / slug(rival.label) / f"seed{seed}", {**config, "seed": seed}))
     results = study.run(cells, workers=own["workers"], title="runs", command=typed)
     for cell, found in zip(cells, results, strict=True):
-        if isinstance(found, str):
-            raise ValueError(f"{cell.folder}: {found}; the runs that finished are kept")
+        if isinstance(found, study.Failure):
+            raise ValueError(f"{cell.folder}: {found.reason}; the runs that finished are kept")
     runs: dict[str, list[Results]] = {r.label: [] for r in rivals}
     for i, found in enumerate(results):
-        assert not isinstance(found, str)
+        assert not isinstance(found, study.Failure)
         runs[rivals[i % len(rivals)].label].append({**found, "folder": str(cells[i].folder)})
     return runs
 
@@ -182,7 +217,8 @@ def rows_of(
     rows = []
     for rival in rivals:
         group = runs[rival.label]
-        row: Results = {"rule": rival.label, "rho": chosen(radii, rival.label)}
+        tuned = chosen(radii, rival.label)
+        row: Results = {"rule": rival.label, "rho": rival.default if tuned is None else tuned}
         row["edge"] = _at_edge(radii.get(rival.label, []))
         for name, key in (("", quantity), ("last_", f"{quantity}_last")):
             if key not in group[0]:
@@ -225,7 +261,7 @@ def show(rows: Sequence[Results], to: str, budget: float | None) -> None:
     names = {"": f"{quantity}, best weights", "last_": "last weights"}
     columns = ["rule", "rho", *(c for n in ("", *last) for c in (names[n], f"minus {to}"))]
     tables.table(
-        f"{rows[0]['over']}, {rows[0]['seeds']} seeds, "
+        f"{rows[0]['over']}, {rows[0]['seeds']} seed{'s' * (rows[0]['seeds'] > 1)}, "
         f"{'equal iterations' if budget is None else f'{budget:g} gradient evaluations each'}; "
         "95% t-intervals over seeds, differences paired by seed; * best radius at the edge of the grid",
         [*columns, "evaluations", "steps", "seconds", "MB"],
@@ -260,9 +296,8 @@ def write(
     with open(folder / "comparison.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
-        writer.writerows(rows)
-    tuning = json.loads(json.dumps(radii).replace("-Infinity", "null"))
-    write_json(folder / "comparison.json", {"command": typed, "to": own["to"], "rows": rows, "radii": tuning})
+        writer.writerows({k: "" if v != v else v for k, v in row.items()} for row in rows)
+    write_json(folder / "comparison.json", {"command": typed, "to": own["to"], "rows": rows, "radii": radii})
     quantity = rows[0]["quantity"]
     curves = {
         label: [
@@ -278,6 +313,12 @@ def write(
     finals = {row["rule"]: (row["mean"], row["ci95"]) for row in rows}
     title = f"{rows[0]['over']}, {rows[0]['seeds']} seeds, 95% t-intervals over seeds"
     plots.rivals(curves, finals, folder / "comparison.png", quantity, title)
+
+
+def _name(task: str, rules: Sequence[str]) -> str:
+    name = "-".join([task, *map(slug, rules)])
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name if len(name) <= 80 else f"{name[:70]}-{digest}"
 
 
 def slug(label: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from metasam import checkpoint
 from metasam.checkpoint import CheckpointError
@@ -23,6 +23,17 @@ from metasam.training.folder import write_json
 from metasam.training.trainer import MAY_CHANGE, Interrupted
 
 Results = dict[str, Any]
+
+DIVERGED = "diverged.txt"
+"""In the folder of a run that ended in numbers that are not finite, with what it said: no results will follow."""
+
+
+class Failure(NamedTuple):
+    """Why a cell has no results."""
+
+    reason: str
+    diverged: bool
+
 
 PRELOADED = [
     "metasam.scripts.study",
@@ -58,10 +69,11 @@ def run(
     command: str = "",
     job: Job | None = None,
     file: str = "results.json",
-) -> list[Results | str]:
+) -> list[Results | Failure]:
     """Run what is not finished; returns the results of every cell, or why it has none, in order.
 
-    Each runs in a process of its own on one thread, so its peak memory is its own and a crash takes nothing along.
+    Each runs in a process of its own on one thread, so its peak memory is its own and a crash takes nothing along. One
+    that diverged is not tried again; any other failure is, by the next call.
 
     Args:
         cells: the runs; no two in one folder.
@@ -75,7 +87,7 @@ def run(
         Interrupted: someone asked to stop; every run is saved, and the same call goes on from there.
         CheckpointError: a folder holds a finished run of another config.
     """
-    found: dict[int, Results | str] = {i: r for i, cell in enumerate(cells) if (r := finished(cell, file)) is not None}
+    found: dict[int, Results | Failure] = {i: r for i, c in enumerate(cells) if (r := _ended(c, file)) is not None}
     todo = [i for i in range(len(cells)) if i not in found]
     context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
     if hasattr(os, "fork"):
@@ -97,8 +109,9 @@ def run(
                     i, process = running.pop(pipe)
                     said = _heard(pipe)
                     process.join()
-                    done = finished(cells[i], file)
-                    found[i] = done if done is not None else said or f"died with exit code {process.exitcode}"
+                    ended = _ended(cells[i], file)
+                    reason = said or f"its process died with exit code {process.exitcode}"
+                    found[i] = Failure(reason, False) if ended is None else ended
                     bar.update(len(found), cells[i].folder.as_posix())
         except KeyboardInterrupt:
             for _, process in running.values():
@@ -119,7 +132,11 @@ def finished(cell: Cell, file: str = "results.json") -> Results | None:
     path = cell.folder / file
     if not path.exists():
         return None
-    results: Results = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        results: Results = json.loads(path.read_text(encoding="utf-8"))
+        _ = results["config"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: remove it, and the same command makes it anew") from error
     old, new = (
         {k: v for k, v in flatten(c).items() if k not in MAY_CHANGE and not k.startswith(("maml.", "network."))}
         for c in (results["config"], plain(cell.config))
@@ -130,6 +147,14 @@ def finished(cell: Cell, file: str = "results.json") -> Results | None:
         raise CheckpointError(
             f"{cell.folder} holds a run with {k}={old.get(k)!r}, not {new.get(k)!r}: use another study=DIR"
         )
+    return results
+
+
+def _ended(cell: Cell, file: str) -> Results | Failure | None:
+    results = finished(cell, file)
+    said = cell.folder / DIVERGED
+    if results is None and said.exists():
+        return Failure(said.read_text(encoding="utf-8").strip(), True)
     return results
 
 
@@ -156,7 +181,8 @@ def _work(job: Job, cell: Cell, command: str, pipe: Connection, parent: int) -> 
     assemble.set_threads(1)
     try:
         job(cell, command)
-        pipe.send("")
+    except FloatingPointError as error:
+        checkpoint.write_text(cell.folder / DIVERGED, f"{error}\n")
     except (Exception, Interrupted) as error:
         pipe.send(str(error) or type(error).__name__)
     finally:

@@ -19,6 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from metasam.checkpoint import CheckpointError
 from metasam.scripts import compare, study
+from metasam.training.folder import alone
 
 ENTRIES = ["plain", "sam", "agnostic rule.lookahead=false tasks.holdout=0.2"]
 TINY = [
@@ -113,6 +114,10 @@ def test_a_comparison_from_the_command_line(call, tmp_path):
         (["workers=x"], "workers"),
         (["budget.passes=-1"], "budget.passes"),
         (["variant=low"], "one loop"),
+        (["grid=[1,1.0]"], "every factor of grid once"),
+        (['rules=[sam,"asam budget.passes=9"]'], "budget.passes=9 in 'asam budget.passes=9' would make it unlike"),
+        (['rules=[sam,"asam tasks.test=100"]'], "tasks.test=100"),
+        (['rules=["sam rule.m=2","sam  rule.m=2"]'], "every entry of rules once"),
     ],
 )
 def test_mistakes(call, words, message):
@@ -143,16 +148,71 @@ def compare_config():
         return {"name": "digits", **command.plain_config(hydra.compose("train", words))}
 
 
-def test_a_cell_that_fails_does_not_take_the_others_along(tmp_path):
+@pytest.fixture
+def quick(monkeypatch):
+    """Cells run in this process, one after the other, each as the test says."""
+
+    def run(cells, **_):
+        return [outcome(cell) for cell in cells]
+
+    def outcome(cell):
+        rho = cell.config.get("rho")
+        if rho in outcomes and "tuning" in cell.folder.parts:
+            return outcomes[rho]
+        study.train(cell, "test")
+        return study.finished(cell)
+
+    outcomes = {}
+    monkeypatch.setattr(study, "run", run)
+    return outcomes
+
+
+ONE = ["tasks.per_class=10", "model.hidden=[4]", "budget.passes=8", "seeds=1", "tune_seeds=1", "rules=[sam]", "study=s"]
+
+
+def test_a_radius_that_diverges_loses_and_other_failures_stop_the_study(call, quick, tmp_path):
+    quick[0.05] = study.Failure("25 steps in a row", True)
+    status, out, err = call(*ONE, "grid=[1,2]")
+    assert status == 0, err
+    record = json.loads((tmp_path / "s/comparison.json").read_text())
+    assert {r["rho"]: r["chosen"] for r in record["radii"]["sam"]} == {0.05: False, 0.1: True}
+    assert record["rows"][0]["ci95"] is None  # one seed has no interval, and NaN is no JSON
+    assert "1 seed," in out
+    quick[0.1] = study.Failure("its process died with exit code -9", False)
+    status, _, err = call(*ONE[:-1], "study=t", "grid=[1,2]")
+    assert status == 2
+    assert "a tuning run failed: its process died with exit code -9" in err
+    assert not (tmp_path / "t/sam").exists()
+    quick[0.1] = quick[0.05]
+    status, _, err = call(*ONE[:-1], "study=u", "grid=[1,2]")
+    assert status == 2
+    assert "sam diverges with every radius" in err
+
+
+def test_only_one_comparison_works_in_a_folder(call, tmp_path):
+    (tmp_path / "s").mkdir()
+    with alone(tmp_path / "s"):
+        status, _, err = call(*ONE, "grid=[1]")
+    assert status == 2
+    assert "study=DIR" in err
+
+
+def test_cells_that_end_badly_do_not_take_the_others_along(tmp_path):
     GlobalHydra.instance().clear()
-    good, bad = cell(tmp_path / "good", seed=1), cell(tmp_path / "bad", optim__lr=1e30)
-    found = study.run([bad, good])
-    assert "25 steps in a row" in found[0] or "non-finite" in found[0] or isinstance(found[0], dict)
-    assert found[1]["seed"] == 1
-    broken = cell(tmp_path / "broken", rho=-1.0)
-    assert "rho" in study.run([broken])[0]
+    good, broken = cell(tmp_path / "good", seed=1), cell(tmp_path / "broken", rho=-1.0)
+    wild = cell(tmp_path / "wild", optim__lr=1e38, budget__passes=200)
+    found = study.run([wild, broken, good])
+    assert found[0].diverged
+    assert "25 steps in a row" in found[0].reason
+    assert not found[1].diverged
+    assert "rho" in found[1].reason
+    assert found[2]["seed"] == 1
+    assert study.run([wild]) == [found[0]]  # it is not tried again
     with pytest.raises(CheckpointError, match="seed=1, not 2"):
         study.run([cell(tmp_path / "good", seed=2)])
+    (tmp_path / "good/results.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"results\.json is damaged: remove it"):
+        study.run([good])
 
 
 def test_a_killed_study_goes_on_where_it_was(tmp_path):
@@ -161,7 +221,8 @@ def test_a_killed_study_goes_on_where_it_was(tmp_path):
     arguments = [sys.executable, "-c", code, *words]
 
     def start():
-        return subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(arguments, cwd=tmp_path, start_new_session=True, **pipes)
 
     for how in (signal.SIGKILL, signal.SIGINT):
         process = start()
@@ -169,12 +230,13 @@ def test_a_killed_study_goes_on_where_it_was(tmp_path):
         deadline = time.monotonic() + 120
         while len(list(tmp_path.rglob("results.json"))) < before + 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.kill(process.pid, how)
+        (os.kill if how == signal.SIGKILL else os.killpg)(process.pid, how)  # Ctrl-C goes to all of them
         _, err = process.communicate(timeout=60)
         assert process.returncode != 0
         if how == signal.SIGINT:
             assert "the same command goes on" in err
             assert process.returncode == 130
+            assert "Traceback" not in err
         time.sleep(2.5)  # its workers see that it is gone
         leave = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("results.json")}
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)

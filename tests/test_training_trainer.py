@@ -329,3 +329,31 @@ def test_numpy_and_random_are_seeded_and_continue():
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
     assemble.seed_everything(3)
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn
+
+
+def test_lost_or_damaged_best_weights_are_said_to_be_lost(tmp_path, capsys):
+    make(tmp_path).fit()
+    before = json.loads((tmp_path / "results.json").read_text())
+    assert before["validation_accuracy"] is not None
+    for harm in (lambda p: p.unlink(), lambda p: p.write_bytes(b"PK")):
+        harm(tmp_path / "best.pt")
+        after = make(tmp_path, quiet=False).fit(resume=True)
+        assert "the last weights are measured in place of the best" in capsys.readouterr().err
+        assert after["best_iteration"] == 12
+        assert after["validation_accuracy"] is None
+
+
+def test_signals_that_are_ignored_stay_ignored(tmp_path):
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        trainer = make(tmp_path)
+        step = trainer.learner.step
+
+        def interrupted(number):
+            os.kill(os.getpid(), signal.SIGINT)
+            return step(number)
+
+        trainer.learner.step = interrupted
+        assert trainer.fit()["iterations"] == 12
+    finally:
+        signal.signal(signal.SIGINT, usual)

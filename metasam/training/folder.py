@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,8 +34,14 @@ def make(folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Within: no other process trains in this folder. The lock goes with the process, however that ends."""
+def alone(folder: Path, key: str = "run") -> Iterator[None]:
+    """Within: no other process trains in this folder, which ``key`` of the config names.
+
+    The lock goes with the process, however that ends.
+
+    Raises:
+        CheckpointError: another process does.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -46,7 +53,7 @@ def alone(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"another process is training in {folder}: wait for it, or choose another folder with run=DIR"
+                f"another process is training in {folder}: wait for it, or choose another folder with {key}=DIR"
             ) from None
         except OSError:  # a file system that knows no locks
             pass
@@ -61,10 +68,19 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     checkpoint.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def _without_nan(value: Any) -> Any:
+    """The value with null for numbers that JSON does not know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    return [_without_nan(v) for v in value] if isinstance(value, list | tuple) else value
+
+
 def _json(key: str, value: Any) -> str:
     if key == "per_task":
-        return json.dumps([round(v, 6) for v in value])
-    return json.dumps(value, indent=2).replace("\n", "\n  ")
+        return json.dumps([_without_nan(round(v, 6)) for v in value])
+    return json.dumps(_without_nan(value), indent=2, allow_nan=False).replace("\n", "\n  ")
 
 
 def to_yaml(config: Config) -> str:

@@ -159,9 +159,12 @@ def rivals(
     left.set_xlabel("gradient evaluations")
     left.set_ylabel(f"validation {quantity}{unit}, mean of seeds")
     right.set_yticks(range(len(order)), order)
-    right.set_xlabel(f"test {quantity}{unit}, best weights by validation")
+    right.set_xlabel(f"test {quantity}{unit}")
+    if quantity == "accuracy":
+        low, high = right.get_xlim()
+        right.set_xlim(max(low, 0), min(high, 100))
     if len(order) <= len(PALETTE):
-        left.legend(frameon=False)
+        left.legend(frameon=False, loc="lower right" if quantity == "accuracy" else "upper right")
     figure.suptitle(title, fontsize=10)
     for axes in (left, right):
         _tidy(axes)

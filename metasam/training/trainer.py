@@ -28,7 +28,7 @@ from .diagnose import Diagnostics
 from .learner import Learner, Measured
 
 MAY_CHANGE = (
-    "method", "test_tasks", "device", "threads", "run", "resume", "tasks.root", "tasks.download",
+    "method", "test_tasks", "device", "threads", "run", "resume", "tasks.root", "tasks.path", "tasks.download",
     "diagnostics.congruence", "diagnostics.sharpness", "diagnostics.rho", "diagnostics.samples", "diagnostics.tasks",
 )  # fmt: skip
 """Keys of the config that may differ when a run is continued: they change where it runs and what is measured of it,
@@ -196,8 +196,8 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         """Write the learning curve and the results of the best weights."""
-        if not self.record or not self.best.exists():  # without validation data the last weights count
-            self.record = self.record or {"iteration": self.iteration}
+        if not self._best_is_there():  # without validation data the last weights count
+            self.record = {"iteration": self.iteration}
             checkpoint.save(self._payload(slim=True), self.best)
         costs = {
             "seconds": round(self.seconds, 1),
@@ -241,6 +241,17 @@ class Trainer:
         found = self.learner.sharpness(split, rho=asked.rho, samples=asked.samples, tasks=asked.tasks)
         return _known(found)
 
+    def _best_is_there(self) -> bool:
+        if not self.record:
+            return False
+        try:
+            checkpoint.load(self.best)
+        except (CheckpointError, FileNotFoundError) as error:
+            reason = "is not there" if isinstance(error, FileNotFoundError) else "cannot be read"
+            self._say(f"{self.best} {reason}: the last weights are measured in place of the best")
+            return False
+        return True
+
     def _payload(self, *, slim: bool = False) -> dict[str, Any]:
         """What a checkpoint holds; a slim one is enough to use the weights, not to continue."""
         payload: dict[str, Any] = {
@@ -278,17 +289,21 @@ class Trainer:
     @contextmanager
     def _stop_on_signal(self, bar: progress.Progress) -> Iterator[None]:
         """Turn the first Ctrl-C or SIGTERM into a wish that is granted between two steps, where the state is whole."""
+        heard: set[int] = set()
 
         def ask(number: int, frame: FrameType | None) -> None:
-            if self._stop:
+            if number in heard:  # another signal may be someone else's way to say the same
                 signal.default_int_handler(number, frame)
+            heard.add(number)
             self._stop = True
             bar.say("stopping after this step; once more stops at once, and loses what came after the last checkpoint")
 
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        usual = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        # whoever started us may have decided that we ignore one
+        wanted = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        usual = {s: signal.signal(s, ask) for s in wanted}
         try:
             yield
         finally:
