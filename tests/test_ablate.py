@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import subprocess
 import sys
 
 import pytest
@@ -147,3 +148,13 @@ def test_mistakes(call, words, message):
     assert status == 2, err
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_phase_spread_by_a_launcher(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    launcher = ["--multirun", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
+    code = "from metasam.scripts.ablate import main; main()"
+    words = [*launcher, *TINY, "rules=[sam]", "study=s", "phase=tune", "shards=2", "shard=0,1"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("s/tuning/*/*/results.json"))) == 4
