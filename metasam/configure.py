@@ -6,7 +6,8 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 Config = dict[str, Any]
@@ -71,8 +72,8 @@ def instantiate(node: Any, /, **extra: Any) -> Any:
     Fraction(3, 2)
 
     Raises:
-        ValueError: the target cannot be found, does not take the arguments, or refused them; the message names the
-            key of the node and the target.
+        ValueError: the target cannot be found, does not take the arguments, or refused them (TypeError and OSError: it
+            raised that); the message names the key of the node and the target.
     """
     return _build(node, "", extra)
 
@@ -92,16 +93,52 @@ def _build(node: Any, key: str, extra: Mapping[str, Any]) -> Any:
 
 
 def _call(path: str, partial: bool, arguments: Config, key: str) -> Any:
-    where = f"{key}: " if key else ""
-    try:
+    with naming(key, path, arguments):
         target = locate(path)
         if not callable(target):
             raise ValueError(f"expected something to call, got {type(target).__name__}")
         _check_arguments(target, arguments, partial)
         return functools.partial(target, **arguments) if partial else target(**arguments)
-    except (ValueError, TypeError) as error:
-        message = f"{where}{path}: {error}"
-        raise type(error)(message) if type(error) in (ValueError, TypeError) else ValueError(message) from error
+
+
+@contextmanager
+def naming(key: str, path: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Within: errors of a call of ``path`` begin with the key of its node, and name an argument of the wrong kind.
+
+    TypeError and OSError keep their type, the others become ValueError.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AttributeError, OSError) as error:
+        where = f"{key}: {path}" if key else path
+        message = f"{where}: {_suspect(path, arguments, error)}{str(error) or type(error).__name__}"
+        kind = next(k for k in type(error).__mro__ if k.__module__ == "builtins")  # takes a message alone
+        raise (kind if issubclass(kind, TypeError | OSError) else ValueError)(message) from error
+
+
+def _suspect(path: str, arguments: Mapping[str, Any], error: Exception) -> str:
+    """Which argument is of another kind than its default, unless the error speaks of it already."""
+    if not isinstance(error, TypeError | AttributeError):
+        return ""
+    try:
+        defaults = {k: p.default for k, p in inspect.signature(locate(path)).parameters.items()}
+    except (TypeError, ValueError):
+        return ""
+    for name, value in arguments.items():
+        default = defaults.get(name)
+        wanted, got = _kind(default), "nothing" if value is None else _kind(value)
+        if name not in str(error) and wanted and got and wanted != got:
+            return f"expected {name} to be like {default!r}, got {name}={value!r}: "
+    return ""
+
+
+def _kind(value: Any) -> str | None:
+    """What kind of value it is in a config; None: nobody can tell."""
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, int | float):
+        return "number"
+    return "list" if isinstance(value, Sequence) else None
 
 
 def _check_arguments(target: Callable[..., Any], arguments: Config, partial: bool) -> None:

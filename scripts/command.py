@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,8 @@ SLOTS = ("model", "rule", "optim", "tasks")
 """Config groups whose place a user's own ``_target_`` can take."""
 PACKAGED = {"inner.rule": "rule@inner.rule", "outer.rule": "rule@outer.rule"}
 """Keys that select from the group of another name."""
+FREE = ("loss",)
+"""Nodes that are no groups, whose keys are the arguments of whatever they name."""
 SWEEP = {"-m", "--multirun"}
 
 UserError = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
@@ -40,7 +43,13 @@ class Stop(Exception):  # noqa: N818 - a wish, not an error
         self.status = status
 
 
-def main(name: str, config_name: str, run: Callable[[Config], None], check: Callable[[Config], None]) -> None:
+def main(
+    name: str,
+    config_name: str,
+    run: Callable[[Config], None],
+    check: Callable[[Config], None],
+    free: tuple[str, ...] = FREE,
+) -> None:
     """Run a command.
 
     Every job of the command line is composed and checked before the first one starts.
@@ -50,13 +59,28 @@ def main(name: str, config_name: str, run: Callable[[Config], None], check: Call
         config_name: the YAML file in `metasam.configs`.
         run: does the work of one job.
         check: raises ValueError if the values of a config cannot work.
+        free: nodes that take any key, unless the command line chooses what they are.
     """
+    try:
+        _main(name, config_name, run, check, free)
+    except KeyboardInterrupt:  # outside of training, where nothing is left to save
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _main(
+    name: str,
+    config_name: str,
+    run: Callable[[Config], None],
+    check: Callable[[Config], None],
+    free: tuple[str, ...],
+) -> None:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that my_module.Net is found from an installed command too
     keep_freed_memory()
     given = sys.argv[1:]
     try:
-        sys.argv[1:] = [*_slots(given)]
+        sys.argv[1:] = [*_slots(given, free)]
         _check_all(sys.argv[1:], config_name, check)
     except (HydraException, OmegaConfBaseException, *UserError) as error:
         _fail(name, error)
@@ -101,11 +125,12 @@ def _fail(name: str, error: BaseException) -> None:
 # -- own targets -----------------------------------------------------------------------------------------------------
 
 
-def _slots(arguments: list[str]) -> Iterator[str]:
+def _slots(arguments: list[str], free: tuple[str, ...] = FREE) -> Iterator[str]:
     """The arguments in Hydra's own terms.
 
     ``model._target_=my.Net`` alone takes the place of the default network, whose keys it must not get: it selects
-    ``model=custom``, whose keys are free. ``inner.rule=asam`` selects from the group ``rule``.
+    ``model=custom``, whose keys are free. ``inner.rule=asam`` selects from the group ``rule``. ``loss.weight=[1,2]`` is
+    an argument of the loss.
     """
     keys = [a.split("=", 1)[0].lstrip("+~") for a in arguments if "=" in a]
     # the parser of Hydra wants flags before keys
@@ -117,7 +142,8 @@ def _slots(arguments: list[str]) -> Iterator[str]:
         slot, dot, _ = key.partition(".")
         if argument in SWEEP:
             continue
-        if equals and dot and slot in own:
+        added = slot in free and slot not in keys and key != f"{slot}._target_"
+        if equals and dot and (slot in own or added):
             yield f"++{argument}"
         elif equals and key in PACKAGED:
             yield f"{PACKAGED[key]}={value}"
@@ -132,6 +158,8 @@ def _check_all(arguments: list[str], config_name: str, check: Callable[[Config],
     """Compose and check each job; what Hydra's own flags ask for is left to Hydra."""
     flags = {a for a in arguments if a.startswith("-")}
     if flags - SWEEP:
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # they print, and `--help | head` reads no more than it wants
         return
     overrides = [a for a in arguments if a not in flags]
     with hydra.initialize_config_module("metasam.configs", version_base="1.3"):
@@ -139,7 +167,7 @@ def _check_all(arguments: list[str], config_name: str, check: Callable[[Config],
         for job in _jobs(overrides, sweep=bool(flags)):
             try:
                 config = plain_config(hydra.compose(config_name, job))
-            except (HydraException, OmegaConfBaseException) as error:
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
                 raise ValueError(_explain(error, loader, config_name, job)) from error
             check(config)
 
@@ -184,6 +212,13 @@ def _explain(error: Exception, loader: ConfigLoader, config_name: str, overrides
         )
     parsed = _parse(overrides)
     groups = loader.list_groups("")
+    for override in parsed:
+        if override.key_or_group in groups and not isinstance(override.value(), str | list):
+            options = [o for o in loader.get_group_options(override.key_or_group) if o != "custom"]
+            what, value = override.get_key_element(), str(override.input_line).partition("=")[2]
+            return (
+                f"expected {what} to be one of {', '.join(options)}, got {what}={value}: leave it out for the default"
+            )
     selected = [str(o.input_line) for o in parsed if o.key_or_group in groups or o.package]
     known = _keys(plain_config(hydra.compose(config_name, selected))) + groups
     for override in parsed:

@@ -64,4 +64,6 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"expected {name} to be an integer >= {least}, got {value!r}: set {name}={least} or more")
+    if int(value) >= 2**63:
+        raise ValueError(f"expected {name} to be below 2**63, got {value}: set a smaller {name}")
     return int(value)

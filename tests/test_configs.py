@@ -13,6 +13,7 @@ from metasam.rules import NAMED, make
 from metasam.tasks import Sinusoid
 from metasam.tasks.streams import Supervised
 from metasam.training import assemble
+from metasam.types import Task
 
 pytest.importorskip("hydra")
 import hydra
@@ -36,7 +37,9 @@ class Letters:
     def __init__(self, ways=5, shots=1, queries=1, **_):
         self.output_size = ways
 
-    def batch(self, split, tasks): ...
+    def batch(self, split, tasks):
+        images = torch.zeros(len(tasks), 2, *self.input_shape), torch.arange(2).expand(len(tasks), 2)
+        return Task(images, images)
 
     def size(self, split): ...
 
@@ -179,6 +182,12 @@ def test_folders_differ_where_runs_do():
         ("threads=0", "threads"),
         ("device=gpu", "device"),
         ("tasks=omniglot", "expected a value for tasks.root, got none: set tasks.root="),
+        ("seed=100000000000000000000000", "seed to be .* below 2.*63, got seed=1"),
+        ("inner=null", "expected inner to have keys of its own, got inner=null: set its keys, as inner.lr="),
+        ("outer=null", "expected outer to have keys"),
+        ("budget=null", "budget=null: set its keys, as budget.passes="),
+        ("diagnostics=null", "diagnostics=null"),
+        ("loss=null", "loss=null: set loss._target_="),
     ],
 )
 def test_values_out_of_range(override, message):
@@ -201,12 +210,96 @@ def test_values_out_of_range(override, message):
         (["loss._target_=torch.nn.functional.mse_los"], r"loss\._target_: .*did you mean 'mse_loss'"),
         (["optim.betas=[2,0.9]"], "Invalid beta"),
         (["+model.nothing=1"], "takes no argument 'nothing'"),
+        (["optim.betas=3"], r"optim: torch\.optim\.Adam: expected betas to be like \(0\.9, 0\.999\), got betas=3"),
+        (["optim=sgd", "optim.momentum=abc"], r"optim: torch\.optim\.SGD: expected momentum to be like .*'abc'"),
+        (["model.hidden=null"], r"model: metasam\.models\.mlp: expected hidden to be a list .* got hidden=None"),
+        (["model.hidden=four"], "expected hidden to be a list .* got hidden='four'"),
+        (["batch_size=4"], "batch_size=4: few-shot tasks have tasks_per_batch="),
+        (
+            ["model=custom", "model._target_=torch.nn.Linear", "+model.in_features=3", "+model.out_features=1"],
+            r"model: torch\.nn\.Linear does not take examples of shape \[1\]: .*model=mlp takes any shape",
+        ),
+        (["+loss.reduction=none"], r"mse_loss to give one number, a 0-dim tensor; got \[10, 1\]"),
     ],
 )
 def test_what_cannot_be_built(overrides, message):
     config = compose("tasks=sinusoid", *overrides)
     with pytest.raises((ValueError, TypeError), match=message):
         assemble.build(config)
+
+
+def test_the_network_and_the_loss_are_tried_and_nothing_is_changed_by_it(monkeypatch):
+    def net(kind):
+        def build(ways=3, input=1):
+            layers = torch.nn.Linear(input, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, ways)
+            return torch.nn.Sequential(torch.nn.Flatten(), *(layers if kind == "fits" else layers[:2]))
+
+        return build
+
+    def data(batch_size=4, seed=0):
+        x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 8
+        return Supervised((x, y), (x, y), (x, y), batch_size=batch_size, seed=seed)
+
+    for kind in ("fits", "narrow"):
+        monkeypatch.setattr(f"metasam.models.{kind}", net(kind), raising=False)
+    monkeypatch.setattr("metasam.tasks.eight", data, raising=False)
+    words = ["tasks=custom", "tasks._target_=metasam.tasks.eight", "variant=null", "model=custom"]
+    learner, _ = assemble.build(compose(*words, "model._target_=metasam.models.fits"))
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    fresh = net("fits")(8, 6)
+    assert torch.equal(torch.rand(3), drawn)
+    assert learner.model.training
+    for k, v in fresh.state_dict().items():
+        assert torch.equal(learner.model.state_dict()[k], v)
+    with pytest.raises(ValueError, match=r"at least one number a class, \[N, 8\]; got outputs \[N, 4\]"):
+        assemble.build(compose(*words, "model._target_=metasam.models.narrow"))
+    words += ["model._target_=metasam.models.fits"]
+    for target in ("functional.mse_loss", "MSELoss"):
+        with pytest.raises(
+            ValueError, match=r"loss: torch.*does not take outputs \[2, 8\] with labels \[2\]: .*cross_ent"
+        ):
+            assemble.build(compose(*words, f"loss._target_=torch.nn.{target}"))
+    with pytest.raises(
+        ValueError, match=r"model: metasam\.models\.conv does not take examples of shape \[6\]: .*features"
+    ):
+        assemble.build(compose(*words[:3], "model=conv"))
+
+
+@pytest.mark.parametrize("key", ["shots=2", "inner.lr=0.1", "first_order=true", "tasks_per_batch=8", "test_tasks=5"])
+def test_supervised_runs_refuse_keys_that_play_no_part(key, monkeypatch):
+    words = ["tasks=custom", "tasks._target_=metasam.tasks.some", "variant=null", "model=conv"]
+    monkeypatch.setattr("metasam.tasks.some", small_data, raising=False)
+    assemble.build(compose(*words))
+    with pytest.raises(ValueError, match=f"{key}.*plays no part: leave it out".replace("true", "True")):
+        assemble.build(compose(*words, key))
+    monkeypatch.setattr("metasam.tasks.some", lambda shots=1, **_: small_data(), raising=False)
+    if key.startswith("shots"):  # a source that asks for it has a use for it
+        assemble.build(compose(*words, key))
+
+
+def test_the_few_shot_keys_are_those_of_the_file():
+    flat = flatten(compose())
+    assert {k: flat[k] for k in assemble.FEW_SHOT} == assemble.FEW_SHOT
+
+
+def test_two_ends_of_a_run():
+    with pytest.raises(ValueError, match=r"epochs=3 and budget\.passes=10 both say when a run ends"):
+        assemble.check(compose("epochs=3", "budget.passes=10"))
+    assemble.check(compose("iterations=3", "budget.passes=10"))
+
+
+def test_errors_of_a_target_keep_what_they_are(tmp_path):
+    class Odd(RuntimeError):
+        def __init__(self, a, b): ...
+
+    with pytest.raises(FileNotFoundError, match=r"tasks: metasam\.tasks\.supervised\.npz: expected a file"):
+        instantiate({"tasks": {"_target_": "metasam.tasks.supervised.npz", "path": str(tmp_path / "no.npz")}})
+    with pytest.raises(ValueError, match=r"x: torch\.zeros: "):
+        instantiate({"x": {"_target_": "torch.zeros", "size": [-1]}})
+    for error in (Odd(1, 2), OverflowError(1, 2)):
+        with pytest.raises(ValueError, match=r"key: a\.B: \(1, 2\)"), configure.naming("key", "a.B", {}):
+            raise error
 
 
 def test_a_radius_for_a_rule_without_one(monkeypatch):

@@ -21,6 +21,8 @@ def mlp(input: int, output: int, hidden: Sequence[int] = (40, 40)) -> nn.Sequent
     >>> mlp(1, 1)(torch.zeros(10, 1)).shape
     torch.Size([10, 1])
     """
+    if isinstance(hidden, str) or not isinstance(hidden, Sequence):
+        raise ValueError(f"expected hidden to be a list of widths such as [40, 40], got hidden={hidden!r}")
     widths = [input, *hidden]
     check_sizes(input=input, output=output, **{f"hidden[{i}]": h for i, h in enumerate(hidden)})
     layers: list[nn.Module] = [nn.Flatten()]

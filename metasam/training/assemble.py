@@ -6,16 +6,17 @@ import hashlib
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..configure import Config, did_you_mean, flatten, instantiate, locate, offer, parameters, plain
+from ..configure import Config, did_you_mean, flatten, instantiate, locate, naming, offer, parameters, plain
 from ..optim import SharpnessAware
 from .budget import SCHEDULES, Budget
-from .diagnose import Diagnostics
+from .diagnose import Diagnostics, unnoticed
 from .few_shot import FewShot
 from .learner import Learner
 from .rng import seed_everything
@@ -58,8 +59,12 @@ def is_supervised(source: Any) -> bool:
 def _few_shot(config: Config, family: TaskFamily, device: torch.device | str) -> Parts:
     _refuse(config, "few-shot tasks have two loops, each with a radius of its own: rho_low, rho_up", "rho")
     _refuse(config, "few-shot tasks have no epochs: say iterations=", "epochs")
+    if "batch_size" not in _named("tasks", config):
+        _refuse(config, "few-shot tasks have tasks_per_batch=", "batch_size")
     node = learner_node(config, family)
     maml = learner(node, device)
+    x, y = family.batch("train", range(1)).unbind()[0].support
+    _refuse_misfit(config, maml.model, maml.loop.loss_fn, x.to(device), y.to(device), family)
     optimizer = _optimizer(config, maml.model)
     counts = {k: config[k] for k in ("tasks_per_batch", "validation_tasks", "test_tasks")}
     return Parts(FewShot(maml, family, optimizer, device=device, **counts), {**config, "maml": node})
@@ -68,15 +73,20 @@ def _few_shot(config: Config, family: TaskFamily, device: torch.device | str) ->
 def _supervised(config: Config, data: Data, device: torch.device | str) -> Parts:
     _refuse(
         config,
-        "a train/validation split is a single task, with one loop: choose its rule with rule=, its radius with rho=",
+        "a train/validation split is a single task, with one loop: choose its rule with rule=, its radius with rho=, "
+        "and set variant=null where the tasks do not",
         "variant", "rho_low", "rho_up", "inner.rule", "outer.rule",
     )  # fmt: skip
+    _refuse_few_shot_keys(config)
     node = plain(_offer("model", config["model"], _sizes(data)))
     model = network(node).to(device)
     rule = _built("rule", _with_radius(config["rule"], "rho", config["rho"]))
     if not rule.validates:
         data = data.without_holdout()
-    loss = loss_of(config)
+    loss = loss_of(config, device)
+    # as many examples as there are not classes, so that no loss can broadcast labels against outputs
+    x, y = next(iter(data.examples("train", 2 if data.output_size != 2 else 3)))
+    _refuse_misfit(config, model, loss, x.to(device), y.to(device), data)
     optimizer = SharpnessAware(_optimizer(config, model), rule, model=model)
     return Parts(Supervised(model, loss, optimizer, data, device), {**config, "network": node})
 
@@ -85,14 +95,80 @@ def _refuse(config: Config, why: str, *keys: str) -> None:
     for key in keys:
         given: Any = config
         for name in key.split("."):
-            given = given.get(name)
+            given = (given or {}).get(name)
         if given is not None:
             raise ValueError(f"{key}={'...' if isinstance(given, Mapping) else given}: {why}")
 
 
+FEW_SHOT: Config = {
+    "ways": 5, "shots": 1, "queries": 5, "inner.lr": 0.4, "inner.steps": 1, "inner.params": None, "first_order": False,
+    "reuse_inner_eps": False, "batchnorm": "batch", "engine": "auto", "chunk_size": None, "tasks_per_batch": 16,
+    "validation_tasks": 200, "test_tasks": 600,
+}  # fmt: skip
+"""Keys of ``configs/train.yaml`` that play no part in a supervised run, with their values there."""
+
+
+def _refuse_few_shot_keys(config: Config) -> None:
+    given, named = flatten(config), _named("tasks", config)
+    for key, default in FEW_SHOT.items():
+        if given.get(key, default) != default and key not in named:
+            raise ValueError(
+                f"{key}={given[key]}: tasks={config.get('name', '...')} is one data set to train on as a whole, where "
+                f"{key} plays no part: leave it out"
+            )
+
+
+def _named(key: str, config: Config) -> dict[str, bool]:
+    return parameters(_target(key, config[key]))[0]
+
+
+def _refuse_misfit(
+    config: Config, model: torch.nn.Module, loss_fn: Any, x: torch.Tensor, y: torch.Tensor, source: Any
+) -> None:
+    """Raise ValueError unless the network takes these examples and the loss its outputs; nothing is changed by it."""
+    shape, names = list(source.input_shape), {k: config[k].get("_target_") for k in ("model", "loss")}
+    failures = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+    with torch.no_grad(), unnoticed(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # training gives them
+        try:
+            output = model(x)
+        except failures as error:
+            raise ValueError(
+                f"model: {names['model']} does not take examples of shape {shape}: {_first_line(error)}; model=mlp "
+                f"takes any shape{', such as these features' if len(shape) == 1 else ''}"
+            ) from error
+        there = list(output.shape[1:]) if isinstance(output, torch.Tensor) else None
+        classes = source.output_size if source.classification else 0
+        if there is not None and (len(there) == 0 or there[0] < classes):
+            raise ValueError(
+                f"model: expected {names['model']} to give at least one number a class, [N, {classes}]; got outputs "
+                f"[N{''.join(f', {n}' for n in there)}]"
+            )
+        try:
+            loss = loss_fn(output, y)
+        except failures as error:
+            hint = "; class labels need one such as torch.nn.functional.cross_entropy" if source.classification else ""
+            raise ValueError(
+                f"loss: {names['loss']} does not take outputs {_shape(output)} with labels {_shape(y)}: "
+                f"{_first_line(error)}{hint}"
+            ) from error
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        raise ValueError(f"loss: expected {names['loss']} to give one number, a 0-dim tensor; got {_shape(loss)}")
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     weights = [p for p in model.parameters() if p.requires_grad]
-    made: torch.optim.Optimizer = _built("optim", {**config["optim"], "_partial_": True})(weights)
+    partial = _built("optim", {**config["optim"], "_partial_": True})
+    with naming("optim", config["optim"]["_target_"], partial.keywords):
+        made: torch.optim.Optimizer = partial(weights)
     return made
 
 
@@ -175,9 +251,21 @@ def network(node: Config) -> torch.nn.Module:
     return model
 
 
-def loss_of(config: Config) -> Any:
-    """The loss of a config, called as ``loss(output, y)``."""
-    return _built("loss", _loss(config["loss"]))
+def loss_of(config: Config, device: torch.device | str = "cpu") -> Any:
+    """The loss of a config, called as ``loss(output, y)``; class weights may be a list."""
+    node = {
+        k: torch.tensor(v, dtype=torch.get_default_dtype(), device=device) if k in _WEIGHTS and _numbers(v) else v
+        for k, v in _loss(config["loss"]).items()
+    }
+    loss = _built("loss", node)
+    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
+
+
+_WEIGHTS = ("weight", "pos_weight")
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, int | float) for v in value)
 
 
 def _sizes(source: Any) -> dict[str, Any]:
@@ -246,6 +334,11 @@ def _built(key: str, node: Config) -> Any:
 
 def check(config: Config) -> None:
     """Raise ValueError naming the first key whose value is missing or out of its range."""
+    for key in (*_SECTIONS, *_NODES):
+        if key in config and not isinstance(config[key], Mapping):
+            typed = f"{key}._target_=my_module.Name" if key in _NODES else f"its keys, as {key}.{_SECTIONS[key]}"
+            got = "null" if config[key] is None else config[key]
+            raise ValueError(f"expected {key} to have keys of its own, got {key}={got}: set {typed}")
     flat = flatten(config)
     for key, value in flat.items():
         if value == "???":
@@ -255,6 +348,15 @@ def check(config: Config) -> None:
             value = flat[key]
             words = expected.removeprefix("one of ").split(", ") if isinstance(value, str) else []
             raise ValueError(f"expected {key} to be {expected}, got {key}={value}{did_you_mean(str(value), words)}")
+    epochs, passes = flat.get("epochs"), flat.get("budget.passes")
+    if epochs is not None and passes is not None:
+        raise ValueError(
+            f"epochs={epochs} and budget.passes={passes} both say when a run ends: set one of them to null"
+        )
+
+
+_SECTIONS = {"inner": "lr=0.4", "outer": "rule=sam", "budget": "passes=1000", "diagnostics": "sharpness=true"}
+_NODES = ("model", "rule", "optim", "tasks", "loss")
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
@@ -295,7 +397,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": _one_of(*SCHEDULES),
     "validation_tasks": _AT_LEAST_2,
     "test_tasks": _AT_LEAST_2,
-    "seed": (_whole(0), "a whole number of at least 0"),
+    "seed": (lambda v: _whole(0)(v) and v < 2**63, "a whole number of at least 0 and below 2**63"),
     "variant": (lambda v: v in (None, "none", "low", "up", "both"), "one of none, low, up, both"),
     "inner.lr": (_number, "a finite number above 0"),
     "inner.steps": _AT_LEAST_1,
