@@ -30,6 +30,8 @@ def run(config: Config) -> None:
     trained = saved["config"]
     keys = ("ways", "shots", "queries", "batch_size", "seed", "tasks")
     asked = {k: trained.get(k) if config.get(k) is None else config[k] for k in keys}
+    if "_target_" not in asked["tasks"]:  # keys alone are changes of what it was trained on
+        asked["tasks"] = {**trained["tasks"], **asked["tasks"]}
     name = command.choice("tasks")
     name = trained["name"] if name == "none" else name
     family = assemble.tasks_of(asked)
@@ -64,10 +66,13 @@ def _supervised(
     config: Config, folder: Path, saved: dict[str, Any], data: Data, name: str, device: torch.device
 ) -> None:
     trained = saved["config"]
-    _refuse_misfit({**saved["data"], "classification": True}, data, name, folder)
+    facts = saved["data"]
+    _refuse_misfit(facts, data, name, folder)
+    if "mean" in facts and hasattr(data, "scaled_like"):
+        data = data.scaled_like(facts["mean"], facts["std"])
     model = assemble.network(trained["network"]).to(device)
     model.load_state_dict(saved["model"])
-    measured = supervised.measure(model, assemble.loss_of(trained), data, config["split"], device)
+    measured = supervised.measure(model, assemble.loss_of(trained, device), data, config["split"], device)
     measured["gradient_evaluations"] = saved["gradient_evaluations"]
     tables.show(_write(config, folder, name, saved, measured, {}, device), folder)
 
@@ -105,11 +110,17 @@ def check(config: Config) -> None:
 def _refuse_misfit(trained: dict[str, Any], family: TaskFamily | Data, name: str, folder: Path) -> None:
     have, need = trained["output_size"], family.output_size
     if have != need:
-        raise ValueError(
-            f"the head of {folder} has {have} outputs, and tasks={name} needs {need}: "
-            f"train with ways={need}, or evaluate on tasks of ways={have}"
-        )
-    if list(trained["input_shape"]) != list(family.input_shape) or trained["classification"] != family.classification:
+        way_out = f"train with ways={need}, or evaluate on tasks of ways={have}"
+        if assemble.is_supervised(family):
+            way_out = (
+                f"evaluate on data of {have} classes (tasks.classes={have} takes the first so many), or train on these"
+            )
+        raise ValueError(f"the head of {folder} has {have} outputs, and tasks={name} needs {need}: {way_out}")
+    kinds = {True: "classification", False: "regression"}
+    old, new = trained.get("classification", True), bool(family.classification)
+    if old != new:
+        raise ValueError(f"{folder} was trained for {kinds[old]}, and tasks={name} is {kinds[new]}: expected the same")
+    if list(trained["input_shape"]) != list(family.input_shape):
         raise ValueError(
             f"{folder} was trained on examples of shape {list(trained['input_shape'])}, and tasks={name} has "
             f"{list(family.input_shape)}: expected the same (tasks.image_size=... where the family has it)"
@@ -126,7 +137,7 @@ def _baselines(family: TaskFamily, config: Config) -> dict[str, float]:
 
 def main() -> None:
     """Entry point of ``metasam-evaluate``."""
-    command.main("metasam-evaluate", "evaluate", run, check)
+    command.main("metasam-evaluate", "evaluate", run, check, free=(*command.FREE, "tasks"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -14,8 +15,15 @@ from torch import Tensor
 from metasam.tasks.cache import need, progress
 from metasam.tasks.streams import Examples, checked
 
+_log = logging.getLogger(__name__)
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-_SPLIT_NAMES = {"train": "train", **dict.fromkeys(("val", "valid", "validation"), "validation"), "test": "test"}
+_SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""What the parts of a data set are called, in any case."""
 _INPUTS, _LABELS = ("images", "x"), ("labels", "y")
 
 Files = list[tuple[Path, str]]
@@ -27,24 +35,33 @@ def folder_files(root: Path) -> tuple[list[str], dict[str, Files]]:
 
     Raises:
         FileNotFoundError: there is no folder, or it holds no images in the layout.
-        ValueError: a split has a class that the training images lack, or two folders name the same split.
+        ValueError: a split has a class that the training images lack, two folders name the same split, or there is none
+            for training.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"expected a folder {root}, which is not there: set tasks.root=DIR to your images")
-    splits = {"train": root}
-    if (root / "train").is_dir() and any(p.is_dir() for p in (root / "train").iterdir()):
-        splits = {}
-        for folder in _folders(root):
-            split = _SPLIT_NAMES.get(folder.name)
-            if split in splits:
-                raise ValueError(
-                    f"expected one folder for {split}, got {splits[split].name} and {folder.name} in {root}: "
-                    "keep one of them"
-                )
-            if split:
-                splits[split] = folder
+    splits: dict[str, Path] = {}
+    for folder in _folders(root):
+        split = _split_name(folder)
+        if split in splits:
+            raise ValueError(
+                f"expected one folder for {split}, got {splits[split].name} and {folder.name} in {root}: "
+                "keep one of them"
+            )
+        if split:
+            splits[split] = folder
+    if splits and not ("train" in splits and _folders(splits["train"])):
+        named = ", ".join(f.name for f in splits.values())
+        raise ValueError(
+            f"expected {root}/train/<class>/*.png beside the other parts, got {named} and no classes in a folder "
+            "train: add them; if these are classes, rename their folders, as parts of a data set are called so"
+        )
+    splits = splits or {"train": root}
     files = {split: _class_files(folder) for split, folder in splits.items()}
     names = sorted({name for _, name in files["train"]})
+    empty = [f.name for f in _folders(splits["train"]) if f.name not in names]
+    if names and empty:
+        _log.warning("no images in %s of %s: these are no classes", ", ".join(empty), splits["train"])
     for split, found in files.items():
         if not found:
             raise FileNotFoundError(
@@ -61,6 +78,10 @@ def folder_files(root: Path) -> tuple[list[str], dict[str, Files]]:
 
 def _folders(root: Path) -> list[Path]:
     return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _split_name(folder: Path) -> str | None:
+    return _SPLIT_NAMES.get(folder.name.lower())
 
 
 def _class_files(root: Path) -> Files:

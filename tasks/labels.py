@@ -129,9 +129,19 @@ def count_of(name: str, value: Any, examples: int, what: str = "examples", of: i
         ValueError: it is neither, or it takes none or all of the examples.
     """
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if name == "validation" and fits is False and value == 0:
+        raise ValueError(
+            "expected validation examples, as the best weights are chosen by them, got validation=0: set "
+            "validation=0.1, and take accuracy_last of the results for the last weights"
+        )
     if not fits or (value >= 1 and value != int(value)):
         raise ValueError(f"expected {name} to be a number of examples or a share of them below 1, got {name}={value!r}")
     count = int(value) if value >= 1 else round(value * (examples if of is None else of))
+    if count > examples and value < 1:
+        raise ValueError(
+            f"{name}={value} of all {of} examples is {count}, and {examples} are left; expected 1 to {examples - 1}: "
+            f"set {name} accordingly"
+        )
     if not 0 < count < examples:
         raise ValueError(
             f"{name}={value} takes {count} of {examples} {what}; expected 1 to {examples - 1}: set {name} accordingly"

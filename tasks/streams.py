@@ -39,7 +39,8 @@ class Supervised:
         batch_size: examples of a training batch. A smaller training set makes batches of the whole set.
         seed: of the order, the held-out part and the augmentation.
         holdout: share of the training set that is not trained on and makes the query batches, each class in
-            proportion. 0: query batches are drawn from the training set, in an order of their own.
+            proportion; a class of few may have none. 0: query batches are drawn from the training set, in an order of
+            their own.
         val_fraction: size of a query batch, as a share of ``batch_size``, at least one example.
         augment: "crop_flip" (see `metasam.tasks.augment`) for training and query batches; None: none.
         mean: subtracted from inputs, after division by 255 where that applies; broadcasts against an input.
@@ -51,6 +52,8 @@ class Supervised:
     Attributes:
         output_size: number of classes.
         input_shape: shape of one example.
+        mean: what inputs are scaled by, None for nothing; see `scaled_like`.
+        std: likewise.
         batch_size: examples in a training batch.
         val_batch_size: examples in a query batch.
         steps_per_epoch: training batches in an epoch.
@@ -109,11 +112,25 @@ class Supervised:
         self.output_size = top if classes is None else check_count("classes", classes)
         if top > self.output_size:
             raise ValueError(f"expected labels below classes={classes}, got the label {top - 1}")
+        self._scale_by(mean, std)
+        self._divide()
+
+    def _scale_by(self, mean: Any, std: Any) -> None:
+        self.mean, self.std = (None if v is None else torch.as_tensor(v, dtype=torch.float64) for v in (mean, std))
         self._scale = {
-            dtype: _affine(mean, std, 255.0 if dtype == torch.uint8 else 1.0, self.input_shape)
+            dtype: _affine(self.mean, self.std, 255.0 if dtype == torch.uint8 else 1.0, self.input_shape)
             for dtype in {x.dtype for x, _ in self._data.values()}
         }
-        self._divide()
+
+    def scaled_like(self, mean: Any, std: Any) -> Supervised:
+        """Return the same data scaled by ``mean`` and ``std``, such as those of the data that a network was trained on.
+
+        Raises:
+            ValueError: they do not broadcast against an input.
+        """
+        other = copy.copy(self)
+        other._scale_by(mean, std)
+        return other
 
     def without_holdout(self) -> Supervised:
         """Return the same data with all of the training set trained on, for rules that need no validation loss."""
@@ -131,6 +148,12 @@ class Supervised:
             count = count_of("holdout", self.holdout, len(labels), "training examples")
             held = share(labels, count, task_keys(self.seed, _HOLDOUT, [0])[0])
             self._pools = {_TRAIN: everything[~held], _QUERY: everything[held]}
+            gone = sorted(set(labels.tolist()) - set(labels[~held].tolist()))
+            if gone:
+                raise ValueError(
+                    f"holdout={self.holdout} takes all {int((labels == gone[0]).sum())} training examples of class "
+                    f"{gone[0]}, which needs 1 to be trained on: set a smaller holdout, or more examples a class"
+                )
         self.batch_size = min(self._asked, len(self._pools[_TRAIN]))
         self.val_batch_size = min(max(1, round(self.batch_size * self.val_fraction)), len(self._pools[_QUERY]))
         self.steps_per_epoch = len(self._pools[_TRAIN]) // self.batch_size
@@ -196,6 +219,7 @@ class Supervised:
             "sizes": {**{split: self.size(split) for split in SPLITS}, "holdout": held},
             "holdout": self.holdout,
             "query_from": "held-out examples" if held else "training examples",
+            "query_classes": len(self._data["train"][1][self._pools[_QUERY]].unique()),
             "batch_size": self.batch_size,
             "batch_is_whole_set": self.batch_size == self.size("train"),
             "val_batch_size": self.val_batch_size,

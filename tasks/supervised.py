@@ -171,6 +171,7 @@ def image_folder(
 ) -> Supervised:
     """Return the images of ``root/<class>/*.png``, or of ``root/{train,val,test}/<class>/*.png``.
 
+    The parts may be called training, valid, validation, dev or testing too, in any case; no class can have such a name.
     Any format that Pillow reads will do. Images are cropped to a square about their centre, resized to ``image_size``
     and held as uint8 in memory. A split without a folder is taken out of the training images: ``validation`` and
     ``test`` are numbers of images, or shares of them below 1, each class in proportion. ``color``: False reads shades
@@ -217,7 +218,7 @@ def npz(
     """Return the arrays of a ``.npz`` file.
 
     They are called ``images`` and ``labels``, or ``x`` and ``y``. Further splits have ``train``, ``val`` (or
-    ``validation``) or ``test`` after the name or before it: ``x_test``, ``test_images``. A split that is not there is
+    ``validation``, ``dev``) or ``test`` after the name or before it: ``x_test``, ``test_images``. A missing split is
     taken out of the training examples: ``validation`` and ``test`` are numbers of examples, or shares of them below 1,
     each class in proportion. Inputs are uint8 or float, images ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]`` of
     1, 3 or 4 channels, or features ``[N, F]``. Labels are integers ``[N]`` or ``[N, 1]`` from 0 on. ``standardize``:

@@ -223,6 +223,9 @@ def test_sweep(call, tmp_path):
         (["tasks=sinusoid", "inner.params=[hd.*]"], ["matches no trainable parameter", "head"]),
         (["tasks=sinusoid", "run=my_tasks.py/x"], ["cannot write to the run folder", "run=DIR"]),
         (["tasks=sinusoid", "rule=plain"], ["variant=none"]),
+        (["tasks=null"], ["expected tasks to be one of cifar10,", "got tasks=null"]),
+        (["rule=null"], ["expected rule to be one of agnostic,", "got rule=null"]),
+        (["tasks=sinusoid", "loss.reductio=sum"], ["takes no argument 'reductio'; did you mean 'reduction'"]),
     ],
 )
 def test_mistakes(call, arguments, words, tmp_path):
@@ -246,6 +249,25 @@ def test_own_slots():
     assert rewritten("model=mlp", "model._target_=a.B") == ["model=mlp", "model._target_=a.B"]
     assert rewritten("inner.rule=asam", "outer.rule=sam") == ["rule@inner.rule=asam", "rule@outer.rule=sam"]
     assert rewritten("-m", "loss._target_=a.b") == ["-m", "loss._target_=a.b"]
+    assert rewritten("loss.weight=[1,2]", "tasks.path=x") == ["++loss.weight=[1,2]", "tasks.path=x"]
+    own = ("loss", "tasks")
+    assert list(command._slots(["tasks.path=x"], own)) == ["++tasks.path=x"]
+    assert list(command._slots(["tasks.path=x", "tasks=npz"], own)) == ["tasks.path=x", "tasks=npz"]
+
+
+def test_ctrl_c_before_training_is_quiet(call, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assemble, "build", stop)
+    assert call(train, *TINY) == (130, "", "metasam-train: interrupted\n")
+
+
+def test_help_into_a_pipe_that_closes():
+    code = f"{sys.executable} {SCRIPTS / 'train.py'} --help | head -1"
+    result = subprocess.run(code, shell=True, capture_output=True, text=True, env=environment())
+    assert result.stdout
+    assert not result.stderr
 
 
 def test_demo_comparison():
@@ -341,12 +363,90 @@ def test_supervised_run_and_evaluation(call, tmp_path):
     again = json.loads((tmp_path / "r/evaluation-digits.json").read_text())
     assert (again["accuracy"], again["n"]) == (results["accuracy"], 797)
     refused(call(evaluate, "run=r", "tasks=sinusoid"), "r is a supervised run, and tasks=sinusoid is not")
-    refused(call(evaluate, "run=r", "tasks=digits", "tasks.classes=3"), "10 outputs")
+    refused(call(evaluate, "run=r", "tasks=digits", "tasks.classes=3"), "10 outputs", "evaluate on data of 10 classes")
+
+
+def test_a_supervised_run_is_evaluated_on_its_own_scale(call, tmp_path):
+    np = pytest.importorskip("numpy")
+    rng = np.random.default_rng(0)
+
+    def save(name, shift):
+        y = np.arange(120) % 3
+        np.savez(tmp_path / name, x=(y[:, None] + rng.normal(size=(120, 4)) + shift).astype("float32"), y=y)
+
+    save("a.npz", 5)
+    save("b.npz", 6)
+    np.savez(tmp_path / "wide.npz", x=np.zeros((60, 5), "float32"), y=np.arange(60) % 3)
+    words = ["tasks=npz", "tasks.path=a.npz", "model=mlp", "iterations=4", "threads=1", "run=r"]
+    refused(call(train, *words[:2], "run=x"), "does not take examples of shape [4]", "model=mlp")
+    status, _, err = call(train, *words, "tasks.per_class=5")
+    assert status == 0, err
+    trained = json.loads((tmp_path / "r/results.json").read_text())
+    data = assemble.tasks_of(trained["config"])
+    facts = checkpoint.load(tmp_path / "r/best.pt")["data"]
+    assert facts["classification"] is True
+    assert torch.equal(facts["mean"], data.mean)
+    model = assemble.network(trained["config"]["network"])
+    model.load_state_dict(checkpoint.load(tmp_path / "r/best.pt")["model"])
+    for words, path in ((["tasks=npz", "tasks.path=a.npz"], "a.npz"), (["tasks.path=b.npz"], "b.npz")):
+        status, _, err = call(evaluate, "run=r", *words)
+        assert status == 0, err
+        found = json.loads((tmp_path / "r/evaluation-npz.json").read_text())
+        other = assemble.tasks_of({**trained["config"], "tasks": {**trained["config"]["tasks"], "path": path}})
+        x, y = next(other.examples("test"))
+        raw = x.double() * other.std + other.mean
+        logits = model(((raw - data.mean) / data.std).float())
+        assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, y).item(), rel=1e-4)
+        assert found["tasks"]["source"] == path
+    refused(call(evaluate, "run=r", "tasks.pth=b.npz"), "did you mean 'path'")
+    refused(call(evaluate, "run=r", "tasks.path=wide.npz"), "examples of shape [4], and tasks=npz has [5]")
+
+
+MY_CURVES = """
+import torch
+
+class Curves:
+    classification, output_size, input_shape, seed = False, 1, (4,), 0
+    batch_size, val_batch_size, steps_per_epoch = 8, 2, 4
+
+    def __init__(self, kind="regression"):
+        self.classification = kind != "regression"
+
+    def batch(self, step):
+        from metasam.types import Task
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        return Task((x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)))
+
+    def examples(self, split, batch_size=1000):
+        yield self.batch(99).support
+
+    def size(self, split): return 8
+    def without_holdout(self): return self
+    def describe(self): return {"name": "curves"}
+"""
+
+
+def test_supervised_regression_is_evaluated(call, tmp_path):
+    (tmp_path / "my_curves.py").write_text(MY_CURVES)
+    words = ["variant=null", "model=mlp", "iterations=4", "threads=1", "loss._target_=torch.nn.functional.mse_loss"]
+    status, _, err = call(train, "tasks._target_=my_curves.Curves", *words, "run=r")
+    assert status == 0, err
+    status, _, err = call(evaluate, "run=r")
+    assert status == 0, err
+    results, again = (json.loads((tmp_path / f"r/{n}.json").read_text()) for n in ("results", "evaluation-custom"))
+    assert again["loss"] == pytest.approx(results["loss"])
+    refused(
+        call(evaluate, "run=r", "tasks.kind=other"), "r was trained for regression, and tasks=custom is classification"
+    )
+    sys.modules.pop("my_curves", None)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["loss._target_=torch.nn.CrossEntropyLoss", "rule=esam"], "torch.nn.functional.cross_entropy"),
+        (["loss._target_=torch.nn.functional.mse_loss"], "loss: torch.nn.functional.mse_loss does not take"),
+        (["shots=3"], "shots=3: tasks=digits is one data set"),
         (["variant=low"], "one loop: choose its rule with rule="),
         (["rho_up=0.1"], "rho_up=0.1: a train/validation split"),
         (["inner.rule=asam"], "one loop"),

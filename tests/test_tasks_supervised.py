@@ -129,6 +129,28 @@ def test_held_out_examples_are_never_trained_on():
     assert data.size("train") == 70  # left as it was
 
 
+def test_holdout_takes_no_class_away():
+    with pytest.raises(ValueError, match=r"holdout=0\.5 takes all 1 training examples of class \d, .*smaller holdout"):
+        digits(per_class=1, holdout=0.5)
+    data = digits(per_class=2, holdout=0.1)  # two of twenty
+    assert everything(data, "train")[1].unique().numel() == 10
+    assert data.describe()["query_classes"] == 2
+    assert digits(per_class=2).describe()["query_classes"] == 10
+
+
+def test_data_are_scaled_like_others():
+    x, y = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8), torch.arange(40) % 2
+    data = Supervised(*3 * [(x, y)], batch_size=8, mean=0.5, std=0.1)
+    mean, std = torch.tensor([0.2, 0.4, 0.6]).view(3, 1, 1), torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    other = data.scaled_like(mean, std)
+    assert torch.allclose(everything(other, "test")[0], (x / 255 - mean) / std, atol=1e-5)
+    assert torch.allclose(everything(data, "test")[0], (x / 255 - 0.5) / 0.1, atol=1e-5)  # left as it was
+    assert torch.allclose(everything(other.scaled_like(None, None), "test")[0], x / 255)
+    assert torch.equal(other.mean, mean.double())
+    with pytest.raises(ValueError, match="broadcast against an input"):
+        data.scaled_like(torch.zeros(5), torch.ones(5))
+
+
 def test_validation_and_test_are_in_no_batch():
     for holdout in (0.0, 0.25):
         data = digits(holdout=holdout, batch_size=50, noise=0.5)
@@ -405,6 +427,9 @@ def test_the_first_classes():
         ({"test": 1700, "validation": 97}, "validation=97 takes 97 of 97 examples"),
         ({"test": 1795, "validation": 1}, "has no training example left, it needs 1: add some"),
         ({"split_seed": -1}, "split_seed"),
+        ({"split_seed": 10**23}, r"split_seed to be below 2\*\*63"),
+        ({"validation": 0.999}, "validation=0.999 of all 1797 examples is 1795, and 1000 are left; expected 1 to 999"),
+        ({"validation": 0}, "the best weights are chosen by them, got validation=0.*accuracy_last"),
         ({"seed": 1.5}, "seed"),
     ],
 )
@@ -519,7 +544,24 @@ def test_flat_image_folder(tmp_path):
     assert torch.allclose(scaled.std((0, 2, 3), unbiased=False), torch.tensor([1.0, 1.0, 0.0]), atol=1e-4)
 
 
-@pytest.mark.parametrize("val", ["val", "validation", "valid"])
+def test_folders_that_are_called_like_parts_are_no_classes(tmp_path, caplog):
+    for place in ("a/val/x", "a/test/y", "b/Train", "b/test", "c/train", "c/plane"):
+        for i in range(8):
+            paint(tmp_path / place / f"{i}.png", (i, 0, 0))
+    for root, names in {"a": "test, val", "b": "Train, test", "c": "train"}.items():
+        with pytest.raises(ValueError, match=rf"train/<class>/\*\.png .*got {names} and no classes .* rename"):
+            image_folder(tmp_path / root, image_size=8)
+    for place in ("d/Train/x", "d/Train/y", "d/DEV/x", "d/Testing/y"):
+        for i in range(4):
+            paint(tmp_path / place / f"{i}.png", (i, 0, 0))
+    (tmp_path / "d/Train/nothing").mkdir()
+    data = image_folder(tmp_path / "d", image_size=8)
+    assert [data.size(split) for split in SPLITS] == [8, 4, 4]
+    assert data.describe()["class_names"] == ["x", "y"]
+    assert "no images in nothing of" in caplog.text
+
+
+@pytest.mark.parametrize("val", ["val", "validation", "valid", "dev", "Val"])
 def test_divided_image_folder(tmp_path, val):
     for i, split in enumerate(("train", val, "test")):
         for name in ("a", "b"):

@@ -1,5 +1,6 @@
 """Supervised runs in the trainer: what they cost, when they end, and that they continue to the same bits."""
 
+import functools
 import json
 import math
 
@@ -131,6 +132,65 @@ def test_losses_without_a_reduction_work_where_no_example_is_asked_for():
     assert a.measure("test")["accuracy"] == b.measure("test")["accuracy"]
     with pytest.raises(TypeError, match=r"losses \[B\]"):
         learner("esam", loss=nn.CrossEntropyLoss()).step(0)
+
+
+LOSSES = {
+    "weight": {"weight": torch.tensor([1.0, 5.0, 0.2])},
+    "ignore_index": {"ignore_index": 1},
+    "label_smoothing": {"label_smoothing": 0.3},
+    "sum": {"reduction": "sum"},
+}
+
+
+@pytest.mark.parametrize("rule", ["plain", "sam"])
+@pytest.mark.parametrize("option", sorted(LOSSES))
+@pytest.mark.parametrize("kind", ["function", "class"])
+def test_options_of_a_loss_are_torchs(rule, option, kind):
+    options = LOSSES[option]
+    loss = functools.partial(nn.functional.cross_entropy, **options)
+    loss = loss if kind == "function" else nn.CrossEntropyLoss(**options)
+    one, step = learner(make(rule), norm=False, loss=loss), {}
+    model = nn.Sequential(nn.Linear(5, 8), nn.Identity(), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 3))
+    model.load_state_dict(one.model.state_dict())
+    x, y = one.data.batch(0).support
+
+    def closure():
+        model.zero_grad()
+        step["loss"] = nn.functional.cross_entropy(model(x), y, **options)
+        step["loss"].backward()
+        return step["loss"]
+
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = SharpnessAware(base, make(rule)).step(closure)
+    assert one.step(0).loss == pytest.approx(float(expected), rel=1e-5)
+    for ours, theirs in zip(one.model.state_dict().values(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    x, y = next(one.data.examples("test"))
+    assert one.measure("test")["loss"] == pytest.approx(
+        nn.functional.cross_entropy(model(x), y, **options).item(), 1e-4
+    )
+
+
+@pytest.mark.parametrize("option", ["weight", "ignore_index", "sum"])
+def test_rules_that_need_single_examples_refuse_losses_that_are_no_mean_of_theirs(option):
+    loss = functools.partial(nn.functional.cross_entropy, **LOSSES[option])
+    for rule in (make("esam"), make("sam").__class__(0.05, m=8)):
+        with pytest.raises(
+            TypeError, match=r"losses \[B\] .* got cross_entropy with .*functional\.cross_entropy without"
+        ):
+            learner(rule, norm=False, loss=loss).step(0)
+    smooth = functools.partial(nn.functional.cross_entropy, **LOSSES["label_smoothing"])
+    assert math.isfinite(learner("esam", norm=False, loss=smooth).step(0).loss)
+    with pytest.raises(TypeError, match=r"got CrossEntropyLoss: .*torch\.nn\.functional\.cross_entropy"):
+        learner("esam", loss=nn.CrossEntropyLoss()).step(0)
+
+
+def test_class_weights_of_a_config_may_be_a_list():
+    for target in ("functional.cross_entropy", "CrossEntropyLoss"):
+        loss = assemble.loss_of({"loss": {"_target_": f"torch.nn.{target}", "weight": [1, 5, 0.2]}})
+        x, y = torch.randn(6, 3), torch.arange(6) % 3
+        expected = nn.functional.cross_entropy(x, y, **LOSSES["weight"])
+        assert float(loss(x, y)) == pytest.approx(float(expected))
 
 
 def test_agnostic_validates_on_the_query_stream():

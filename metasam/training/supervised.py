@@ -31,7 +31,8 @@ class Supervised:
     Args:
         model: the network, trained in place.
         loss_fn: ``(output, y) -> loss``. If it takes ``reduction="none"``, as torch's do, rules that need the losses of
-            single examples work.
+            single examples work, unless it was given (as a ``functools.partial``) another reduction than the mean over
+            all examples: ``reduction="sum"``, ``weight`` or ``ignore_index``.
         optimizer: the rule around its base.
         data: the streams of training and validation batches, and the examples to judge on.
         device: where batches go; the model is there already.
@@ -47,7 +48,7 @@ class Supervised:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        self._by_example = _gives_each(self.loss_fn)
+        self._by_example = _gives_each(self.loss_fn) and _is_mean(self.loss_fn)
 
     @property
     def counts(self) -> dict[str, float]:
@@ -73,7 +74,17 @@ class Supervised:
         outputs: list[Tensor] = []
         before = self.optimizer.skipped
         others: dict[str, Any] = {"val": self._closure(*task.query, [])} if self.optimizer.rule.validates else {}
-        loss = self.optimizer.step(self._closure(*task.support, outputs), **others)
+        try:
+            loss = self.optimizer.step(self._closure(*task.support, outputs), **others)
+        except TypeError as error:
+            if self._by_example or "losses [B]" not in str(error):
+                raise
+            raise TypeError(
+                f"{type(self.optimizer.rule).__name__} needs the losses of single examples, expected a loss that is "
+                f"their mean and gives them as losses [B] for reduction='none', got {_called(self.loss_fn)}: "
+                "use a function such as torch.nn.functional.cross_entropy without reduction, weight and ignore_index, "
+                "or another rule"
+            ) from error
         return Step(float(loss), _accuracy(outputs[0], task.support[1]), self.optimizer.skipped > before)
 
     def _closure(self, x: Tensor, y: Tensor, outputs: list[Tensor]) -> Callable[..., Tensor]:
@@ -153,7 +164,12 @@ class Supervised:
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "gradient_evaluations": self.gradient_evaluations,
-            "data": {"output_size": data.output_size, "input_shape": list(data.input_shape)},
+            "data": {
+                "output_size": data.output_size,
+                "input_shape": list(data.input_shape),
+                "classification": data.classification,
+                **{k: getattr(data, k) for k in ("mean", "std") if hasattr(data, "scaled_like")},
+            },
         }
         return state if slim else {**state, "optimizer": self.optimizer.state_dict()}
 
@@ -205,7 +221,7 @@ def measure(
 def _judge(
     model: nn.Module, loss_fn: Callable[..., Tensor], data: Data, split: str, device: torch.device | str
 ) -> tuple[Measured, float]:
-    losses, hits = [], []
+    losses, hits, outputs, labels = [], [], [], []
     with torch.no_grad(), _judging(model):
         for x, y in data.examples(split):
             x, y = x.to(device), y.to(device)
@@ -214,16 +230,36 @@ def _judge(
             losses.append(each.flatten(1).mean(1) if each.ndim > 1 else each.expand(len(y)))
             if data.classification:
                 hits.append((output.argmax(1) == y).double())
-    loss = torch.cat(losses).double()
-    values = torch.cat(hits) if hits else loss
+                if not _is_mean(loss_fn):
+                    outputs.append(output)
+                    labels.append(y)
+        # what is no mean over examples has to see them all
+        whole = [loss_fn(torch.cat(outputs), torch.cat(labels))] if outputs else losses
+    loss = float(torch.cat([v.double().flatten() for v in whole]).mean())
+    values = torch.cat(hits or losses).double()
     half = 1.96 * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    quantity = "accuracy" if hits else "loss"
-    return Measured(quantity, float(values.mean()), half, len(values)), float(loss.mean())
+    return Measured("accuracy" if hits else "loss", float(values.mean()), half, len(values)), loss
 
 
 def _gives_each(loss_fn: Callable[..., Tensor]) -> bool:
     """Whether a loss can be had for each example."""
     return not isinstance(loss_fn, nn.Module) and "reduction" in inspect.signature(loss_fn).parameters
+
+
+def _is_mean(loss_fn: Callable[..., Tensor]) -> bool:
+    """Whether a loss of a batch is the mean of those of its examples, as far as what it was made with tells."""
+    given = loss_fn.__dict__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "keywords", {})
+    given = {**given, **getattr(loss_fn, "_buffers", {})}
+    others = ("weight", "size_average", "reduce")  # the last two as torch once spelt a reduction
+    index = given.get("ignore_index")
+    ignores = index is not None and index >= 0  # no label is below 0
+    return given.get("reduction", "mean") == "mean" and not ignores and all(given.get(k) is None for k in others)
+
+
+def _called(loss_fn: Callable[..., Tensor]) -> str:
+    function = getattr(loss_fn, "func", loss_fn)
+    given = ", ".join(f"{k}=..." for k in getattr(loss_fn, "keywords", {}))
+    return getattr(function, "__name__", type(function).__name__) + (f" with {given}" if given else "")
 
 
 def _accuracy(output: Tensor, y: Tensor) -> float | None:
