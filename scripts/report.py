@@ -4,7 +4,8 @@
     metasam-report runs/a runs/b --to low   differences to another variant (of supervised runs, to another rule)
     metasam-report studies/a studies/b      studies of metasam-ablate: their tables, and their reports written anew
 
-Runs that differ only in their seed are one row. With the same seed, runs have the same test tasks or examples, so a
+The tuning runs of a study are left out: name their folder, tuning, to read them. Runs that differ only in their seed
+are one row. With the same seed, runs have the same test tasks or examples, so a
 difference is paired by seed; intervals are 95% t-intervals over seeds.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from metasam.configure import did_you_mean
 from metasam.scripts import ablation_report
 from metasam.scripts.tables import table, value
 from metasam.training.statistics import interval
@@ -29,16 +31,23 @@ Run = dict[str, Any]
 
 
 def read(places: Sequence[Path]) -> list[Run]:
-    """The results of every run folder among or below these places.
+    """The results of every run folder among or below these places, but for those in a folder called tuning below one.
 
     Raises:
         ValueError: there are none.
     """
-    files = sorted({f for place in places for f in place.rglob("results.json")})
+    files, tuning = find(places)
     if not files:
         where = ", ".join(map(str, places))
-        raise ValueError(f"expected run folders with a results.json in or below {where}, found none")
+        hint = f" but {tuning} tuning runs: name the folder tuning itself" if tuning else ""
+        raise ValueError(f"expected run folders with a results.json in or below {where}, found none{hint}")
     return [_read(f) for f in files]
+
+
+def find(places: Sequence[Path]) -> tuple[list[Path], int]:
+    """The results files of runs among or below these places, and how many of tuning runs were left out."""
+    found = {f: "tuning" in f.relative_to(place).parts for place in places for f in place.rglob("results.json")}
+    return sorted(f for f, tuning in found.items() if not tuning), sum(found.values())
 
 
 def _read(file: Path) -> Run:
@@ -65,6 +74,18 @@ def setting(run: Run) -> tuple[str, str]:
     return label(run), json.dumps(config, sort_keys=True)
 
 
+METHOD = ("rule", "method", "variant", "rho", "rho_low", "rho_up", "reuse_inner_eps")
+"""Keys that say what a run is compared for; two runs that are alike but for them are a fair comparison."""
+
+
+def surroundings(run: Run) -> str:
+    """Everything else about a run."""
+    config = {k: v for k, v in json.loads(setting(run)[1]).items() if k not in METHOD}
+    for loop in {"inner", "outer"} & config.keys():
+        config[loop] = {k: v for k, v in config[loop].items() if k != "rule"}
+    return json.dumps(config, sort_keys=True)
+
+
 def paired(runs: Sequence[Run], base: Sequence[Run]) -> list[float]:
     """Difference in accuracy (regression: loss) of each seed that both sides have, on the same tasks or examples."""
     by_seed = {run["seed"]: run for run in base}
@@ -86,23 +107,34 @@ def paired(runs: Sequence[Run], base: Sequence[Run]) -> list[float]:
 def compare(runs: Sequence[Run], to: str | None = None) -> list[Run]:
     """One row a setting: mean over seeds, paired difference to the variant or rule ``to``, and what it cost.
 
-    ``to`` is "none" where there are few-shot runs, else "sam", unless given.
+    ``to`` is "none" where there are few-shot runs, else "sam", unless given. Where it has several settings, a row is
+    compared with the one that is alike but for rule, radius and variant (of several the one of its rule, which plays no
+    part without SAM); where that is none, or leaves several, its difference is nan.
+
+    Raises:
+        ValueError: runs of two kinds, no runs of the ``to`` that was given, or runs that cannot be paired.
     """
     if len({run["config"]["variant"] is None for run in runs}) > 1:
         raise ValueError("expected few-shot runs or supervised ones, got both: name the folders of one kind")
+    labels = sorted({label(run) for run in runs})
+    if to is not None and to not in labels:
+        raise ValueError(f"expected --to to be one of {', '.join(labels)}, got --to {to}{did_you_mean(to, labels)}")
     to = to or ("none" if any(run["config"]["variant"] for run in runs) else "sam")
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[setting(run)].append(run)
     order = {"none": 0, "low": 1, "up": 2, "both": 3}
-    base = next((g for key, g in groups.items() if key[0] == to), [])
+    bases = [g for key, g in groups.items() if key[0] == to]
     rows = []
     for (name, _), group in sorted(groups.items(), key=lambda item: (order.get(item[0][0], 9), item[0][1])):
         quantity = "accuracy" if "accuracy" in group[0] else "loss"
         mean, half = interval([run[quantity] for run in group])
         second = next(s for s in ("plain_adapt", "last") if f"{quantity}_{s}" in group[0])
         other, other_half = interval([run[f"{quantity}_{second}"] for run in group])
-        differences = paired(group, base) if base and group is not base else []
+        alike = [b for b in bases if surroundings(b[0]) == surroundings(group[0])]
+        same_rule = [b for b in alike if b[0]["config"].get("rule") == group[0]["config"].get("rule")]
+        fitting = [] if name == to and len(bases) > 1 else bases if len(bases) == 1 else same_rule or alike
+        differences = paired(group, fitting[0]) if len(fitting) == 1 and fitting[0] is not group else []
         difference, difference_half = interval(differences) if differences else (math.nan, math.nan)
         config = group[0]["config"]
         rows.append(
@@ -119,6 +151,7 @@ def compare(runs: Sequence[Run], to: str | None = None) -> list[Run]:
                 "difference_to": to,
                 "difference": difference,
                 "difference_ci95": difference_half,
+                "bases": len(fitting),
                 "seeds": len(group),
                 "n_a_seed": group[0]["n"],
                 "over": group[0]["over"],
@@ -159,6 +192,13 @@ def show(rows: Sequence[Run]) -> None:
             for r in rows
         ],
     )
+    to = rows[0]["difference_to"]
+    left = [r["bases"] for r in rows if r["variant"] != to and r["bases"] != 1]
+    if left and any(r["variant"] == to for r in rows):
+        print(
+            f"{len(left)} rows have no difference: expected one setting of {to} that is alike but for rule, radius and "
+            f"variant, got {' or '.join(map(str, sorted(set(left))))}: name the folders of one setting"
+        )
 
 
 def _study(place: Path) -> None:
@@ -187,14 +227,24 @@ def main() -> None:
             return
         options.places = [place for place in options.places if place not in studies]
         rows = compare(read(options.places), options.to)
+        show(rows)
+        if tuning := find(options.places)[1]:
+            print(f"{tuning} tuning runs are left out: name their folder, tuning, to see them")
+        if options.csv:
+            _write_csv(rows, options.csv)
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"metasam-report: {error}")
-    show(rows)
-    if options.csv:
-        with open(options.csv, "w", newline="", encoding="utf-8") as file:
+
+
+def _write_csv(rows: Sequence[Run], path: Path) -> None:
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OSError(f"cannot write {path}: {reason}; choose another file with --csv FILE") from error
 
 
 if __name__ == "__main__":

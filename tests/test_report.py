@@ -92,6 +92,51 @@ def test_supervised_runs_are_rows_by_rule_and_compared_with_sam(tmp_path):
     assert rows["sam"]["difference_to"] == "sam"
 
 
+def test_a_base_that_is_not_there_is_named(study, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(study), "--to", "lo"])
+    with pytest.raises(SystemExit, match="expected --to to be one of low, none, got --to lo; did you mean 'low'"):
+        report.main()
+
+
+def test_tuning_runs_are_left_out_unless_they_are_named(study, monkeypatch, capsys):
+    write(study / "tuning/none/rho1-seed1001", "none", 1001, [0.9, 0.9, 0.9])
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(study)])
+    report.main()
+    assert "1 tuning runs are left out" in capsys.readouterr().out
+    assert [r["seeds"] for r in report.compare(report.read([study]))] == [3, 3]
+    assert len(report.read([study / "tuning"])) == 1
+    with pytest.raises(ValueError, match="found none but 1 tuning runs: name the folder tuning"):
+        report.read([write(study / "other/tuning/a", "none", 1, [0.5]) or study / "other"])
+
+
+def test_a_row_is_compared_with_the_base_that_is_alike(tmp_path, capsys):
+    for lr, none, low in ((0.1, 0.2, 0.3), (0.2, 0.6, 0.9)):
+        for variant, accuracy in {"none": none, "low": low}.items():
+            write(tmp_path / f"{variant}-{lr}", variant, 1, [accuracy], optim={"lr": lr}, rule={"_target_": "x.Sharp"})
+    rows = report.compare(report.read([tmp_path]))
+    assert [r["difference"] for r in rows[2:]] == [pytest.approx(0.1), pytest.approx(0.3)]
+    # without SAM the rule plays no part: the one of the same rule is taken
+    write(tmp_path / "none-asam", "none", 1, [0.5], optim={"lr": 0.1}, rule={"_target_": "x.ASAM"})
+    rows = report.compare(report.read([tmp_path]))
+    assert [r["difference"] for r in rows[3:]] == [pytest.approx(0.1), pytest.approx(0.3)]
+    rows = report.compare(report.read([tmp_path]), "low")
+    assert [r["difference"] for r in rows[:3]] == [pytest.approx(d) for d in (0.2, -0.1, -0.3)]
+    for seed in (1, 2):
+        for rho in (0.1, 0.2):
+            supervised(tmp_path / f"s/sam{rho}-{seed}", "sam", seed, 0.5 + rho, rho=rho)
+        supervised(tmp_path / f"s/plain{seed}", "plain", seed, 0.5)
+    rows = report.compare(report.read([tmp_path / "s"]))
+    assert all(r["difference"] != r["difference"] for r in rows)
+    report.show(rows)
+    assert "1 rows have no difference: expected one setting of sam" in capsys.readouterr().out
+
+
+def test_a_table_that_cannot_be_written_is_said_in_one_line(study, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["metasam-report", str(study), "--csv", str(study / "no/x.csv")])
+    with pytest.raises(SystemExit, match=r"cannot write .*x\.csv: no such file or directory; .*--csv FILE"):
+        report.main()
+
+
 def test_runs_of_two_kinds_are_not_one_table(study, monkeypatch):
     supervised(study / "sam1", "sam", 1, 0.5)
     monkeypatch.setattr(sys, "argv", ["metasam-report", str(study)])

@@ -80,3 +80,16 @@ def test_comparison(tmp_path):
     curves = {"none": [[(1.0, 0.3), (2.0, 0.4)]], "up": [[(2.0, 0.3), (4.0, 0.5)], [(2.0, 0.2), (4.0, 0.3)]]}
     assert plots.comparison(curves, {"none": (0.4, 0.01), "up": (0.5, 0.02)}, tmp_path / "c.png", "a title")
     assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+def test_lines_that_are_missing_are_said_to_be(tmp_path, capsys):
+    write(tmp_path, 10)
+    write(tmp_path, 1, start=10)
+    assert not capsys.readouterr().err
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:6]))
+    write(tmp_path, 1, start=11)
+    assert "has 6 of the 11 lines up to iteration 11" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").unlink()
+    write(tmp_path, 1, start=12)
+    assert "has 0 of the 12 lines" in capsys.readouterr().err

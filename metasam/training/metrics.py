@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import progress
+
 
 class Metrics:
     """Appends to ``metrics.jsonl``; use it as a context manager.
 
     Lines after ``iteration`` are dropped first: what a killed run did after its last checkpoint, the resumed run does
-    again. Numbers that JSON does not know (nan, inf) are written as null.
+    again. Lines that are missing before it are said to be. Numbers that JSON does not know (nan, inf) are written as
+    null.
 
     Args:
         folder: of the run.
@@ -53,16 +56,20 @@ class Metrics:
             self._events.flush()
 
     def _truncate(self, iteration: int) -> None:
-        if not self.path.exists():
-            return
-        keep = 0
-        with open(self.path, "rb+") as file:
-            for line in file:
-                entry = _parse(line)
-                if entry is None or entry["iteration"] > iteration:
-                    break
-                keep += len(line)
-            file.truncate(keep)
+        keep = lines = 0
+        if self.path.exists():
+            with open(self.path, "rb+") as file:
+                for line in file:
+                    entry = _parse(line)
+                    if entry is None or entry["iteration"] > iteration:
+                        break
+                    keep, lines = keep + len(line), lines + 1
+                file.truncate(keep)
+        if lines < iteration:
+            progress.say(
+                f"warning: {self.path} has {lines} of the {iteration} lines up to iteration {iteration}: the run goes "
+                "on, and its record and learning curve lack the others"
+            )
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
