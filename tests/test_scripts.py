@@ -417,7 +417,7 @@ class Curves:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         return Task((x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)))
 
-    def examples(self, split, batch_size=1000):
+    def examples(self, split):
         yield self.batch(99).support
 
     def size(self, split): return 8

@@ -84,9 +84,9 @@ def _supervised(config: Config, data: Data, device: torch.device | str) -> Parts
     if not rule.validates:
         data = data.without_holdout()
     loss = loss_of(config, device)
-    # as many examples as there are not classes, so that no loss can broadcast labels against outputs
-    x, y = next(iter(data.examples("train", 2 if data.output_size != 2 else 3)))
-    _refuse_misfit(config, model, loss, x.to(device), y.to(device), data)
+    some = 3 if data.output_size == 2 else 2  # as many as there are not classes: no loss broadcasts labels to outputs
+    x, y = (part[:some].to(device) for part in next(iter(data.examples("train"))))
+    _refuse_misfit(config, model, loss, x, y, data)
     optimizer = SharpnessAware(_optimizer(config, model), rule, model=model)
     return Parts(Supervised(model, loss, optimizer, data, device), {**config, "network": node})
 
