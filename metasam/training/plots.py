@@ -151,11 +151,14 @@ def rivals(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for name, seeds in curves.items():
         points = _mean_curve(seeds)
-        left.plot([x for x, _ in points], [scale * y for _, y in points], color=color[name], linewidth=1.4, label=name)
+        style = "-" if list(curves).index(name) < len(colors) else "--"
+        x, y = [x for x, _ in points], [scale * y for _, y in points]
+        left.plot(x, y, style, color=color[name], linewidth=1.4, label=name)
     for row, name in enumerate(order):
         mean, half = finals[name]
         error = None if math.isnan(half) else scale * half
-        right.errorbar(scale * mean, row, xerr=error, color=color[name], marker="o", capsize=3)
+        filled = color[name] if list(finals).index(name) < len(colors) else "white"  # as its line is dashed
+        right.errorbar(scale * mean, row, xerr=error, color=color[name], marker="o", markerfacecolor=filled, capsize=3)
     left.set_xlabel("gradient evaluations")
     left.set_ylabel(f"validation {quantity}{unit}, mean of seeds")
     right.set_yticks(range(len(order)), order)
