@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -30,6 +31,22 @@ class Perturb(Protocol):
     def check(self, params: Params) -> None:
         """Raise ValueError when these parameters cannot be perturbed as asked."""
         ...
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise ValueError unless it is a number; True and False are none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"expected {name} to be a number, got {name}={value!r}")
+
+
+def check_perturb(perturb: Any) -> None:
+    """Raise ValueError unless it is a geometry."""
+    if isinstance(perturb, type) or not all(
+        callable(getattr(perturb, n, None)) for n in ("__call__", "square", "check")
+    ):
+        raise ValueError(
+            f"expected perturb to be a geometry, such as metasam.perturb.Steepest(), got perturb={perturb!r}"
+        )
 
 
 def _times(rho: Factor, factor: Tensor) -> Factor:
@@ -65,6 +82,7 @@ class Adaptive:
     only: str | None = "weight"
 
     def __post_init__(self) -> None:
+        check_number("eta", self.eta)
         if not 0 <= self.eta < float("inf"):
             raise ValueError(f"expected eta >= 0, got eta={self.eta}")
 
@@ -120,6 +138,7 @@ class Fisher:
     eta: float = 1.0
 
     def __post_init__(self) -> None:
+        check_number("eta", self.eta)
         if not 0 <= self.eta < float("inf"):
             raise ValueError(f"expected eta >= 0, got eta={self.eta}")
 

@@ -107,13 +107,19 @@ def dot(a: Params, b: Params) -> Tensor:
     if shards.any_spread(v for k in shared for v in (a[k], b[k])):
         return shards.total(_share(a[k], b[k]) for k in shared)
     home = a[shared[0]].device
-    return torch.stack([(_wide(a[k]) * _wide(b[k])).sum().to(home) for k in shared]).sum()
+    return torch.stack([_products(a[k], b[k]).to(home) for k in shared]).sum()
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product of two tensors; of complex ones that of their real and imaginary parts."""
+    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
+    return (_wide(a) * _wide(b)).sum()
 
 
 def _share(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """This process's share of an inner product, after a tensor that tells over what to add the shares up."""
     a = shards.settled(a if shards.mesh_of(b) is None else shards.alike(a, shards.settled(b)))
-    return a, (_wide(shards.local(a)) * _wide(shards.local(shards.alike(b, a)))).sum()
+    return a, _products(shards.local(a), shards.local(shards.alike(b, a)))
 
 
 def reject(a: Params, b: Params) -> Params:
@@ -172,11 +178,7 @@ def normalizer(square: Tensor) -> Tensor:
 @torch.no_grad()
 def is_finite(tree: Params) -> bool:
     """Whether every entry is finite, on every process that tensors are spread over (one synchronisation per device)."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for v in tree.values():
-        piece = shards.local(shards.settled(v))
-        if piece.numel():
-            by_device.setdefault(piece.device, []).append(piece)
+    by_device = _by_device([shards.local(shards.settled(v)) for v in tree.values()])
     # L2 norms are fast, but a sum of squares can overflow; a maximum cannot, and NaN propagates through it
     finite = any(_finite_norms(by_device.values(), order) for order in (2.0, float("inf")))
     if not shards.any_spread(tree.values()):
@@ -184,6 +186,21 @@ def is_finite(tree: Params) -> bool:
     # a count, since a maximum over processes may lose NaN; given once a tensor, it reaches all of them
     flags = ((shards.settled(v), torch.tensor(float(not finite), device=v.device)) for v in tree.values())
     return not bool(shards.total(flags))
+
+
+@torch.no_grad()
+def flags(values: Iterable[Tensor]) -> list[Tensor]:
+    """Whether all entries are finite, as a tensor a device, for which nobody has waited yet."""
+    norms = [torch.stack(torch._foreach_norm(vs, ord=float("inf"))) for vs in _by_device(values).values()]
+    return [torch.isfinite(n).all() for n in norms]
+
+
+def _by_device(values: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for v in values:
+        if v.numel():
+            groups.setdefault(v.device, []).append(v)
+    return groups
 
 
 def _finite_norms(groups: Iterable[list[Tensor]], order: float) -> bool:

@@ -410,13 +410,15 @@ class AgnosticSAM(Named):
             others: closures by name; ``val=`` is ``val_closure=``.
 
         Raises:
-            TypeError: a closure is missing.
+            TypeError: a closure is missing, or the validation closure came twice; see `SharpnessAware.step`.
         """
+        if val_closure is not None and "val" in others:
+            raise TypeError("expected one validation closure, got both val_closure and val=")
         if val_closure is not None:
             others["val"] = val_closure
         elif closure is not None and "val" not in others:
             raise TypeError("expected step(closure, val_closure), got no val_closure: it evaluates a validation batch")
-        return super().step(closure, scaler=scaler, **others)
+        return self._step(closure, scaler, others)
 
 
 class RandomSAM(Named):

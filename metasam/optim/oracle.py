@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,9 @@ class LiveOracle:
         self.first_loss: Any = None
         self.counted = False
         self.finite, self.settled = True, True
+        self.doubts: list[Tensor] = []  # not finite where something was not
+        self.empty = True
+        self.record = batchnorm.Record()
         self.workers = Workers(optimizer.model, live)
         self.separate: set[str] = set()
         self.sizes: dict[str, int] = {}  # examples of a batch, once seen whole
@@ -66,7 +70,7 @@ class LiveOracle:
             loss, losses = self._evaluate(closure, on, part, grad)
             if counts:
                 self.first_loss = loss.detach() if isinstance(loss, Tensor) else loss
-            value = torch.as_tensor(float("nan") if loss is None else loss).detach()
+            value = torch.as_tensor(float("nan") if loss is None else loss).detach().reshape(())
             return self.answer(on, part, value, losses, grad)
 
     def counts(self, eps: Params | None, on: str) -> bool:
@@ -86,6 +90,7 @@ class LiveOracle:
                 stack.enter_context(self._moved(eps))
             if self.counts(eps, on):
                 self.counted = True
+                stack.enter_context(self.record(self.optimizer.model))
             else:
                 stack.enter_context(batchnorm.frozen(self.optimizer.model))
             if self.optimizer.same_noise:
@@ -97,14 +102,34 @@ class LiveOracle:
     def answer(self, on: str, part: Part | None, loss: Tensor, losses: Tensor | None, grad: bool) -> Eval:
         """The evaluation that has just been made: takes its gradients, looks whether they are finite, counts it."""
         grads = self._take(on) if grad else {}
+        self.empty = self.empty and not grads
         # a rule that descends on its own moves the base's state at once: it must know before
         if not isinstance(self.optimizer.rule, DirectionRule):
             self.finite, self.settled = self.finite and tree.is_finite(grads), False
+        elif part is not None or not grad:
+            # what chooses examples or weights leaves no trace in the direction
+            self._doubt(list(grads.values()) if losses is None or grad else [losses])
         self._count(on, part, losses, grad)
         return Eval(loss, grads, losses)
 
+    def _doubt(self, values: list[Tensor]) -> None:
+        """Note whether they are finite, to be asked later with all the others: nothing waits for the device here."""
+        self.doubts += tree.flags([shards.local(v) for v in values])
+        self.settled = False
+
+    def uncount(self) -> None:
+        """Put running statistics back to before the pass that counted: its batch was of a step that is not taken."""
+        self.record.restore()
+
     def is_finite(self) -> bool:
         """Whether every gradient so far was finite, on every worker."""
+        if self.doubts:
+            home = self.doubts[0].device
+            spoiled = 1 - torch.stack([flag.to(home) for flag in self.doubts]).float().amin()
+            spread = next((p for p in self.live.values() if shards.mesh_of(p) is not None), None)
+            if spread is not None:  # workers have losses, and pieces, of their own
+                spoiled = shards.total([(spread, spoiled)])
+            self.doubts, self.finite = [], self.finite and not bool(spoiled)
         if not self.settled:
             self.finite, self.settled = self.workers.agree(self.finite), True
         return self.finite
@@ -129,8 +154,22 @@ class LiveOracle:
         # whether the closure leaves backward to us is known once it has been called
         with torch.set_grad_enabled(grad or on not in self.separate), tree.fused(False):
             loss = closure() if part is None else closure(part=part)
-            if not isinstance(loss, Tensor) or loss.ndim == 0:
+            if not isinstance(loss, Tensor):
+                if loss is not None and not isinstance(loss, Real):
+                    raise TypeError(
+                        f"expected the closure to return the loss, got {type(loss).__name__}: return the loss alone, "
+                        "and keep other results in variables of your own"
+                    )
                 return loss, None
+            if loss.ndim == 0:
+                return loss, None
+            if loss.requires_grad and any(p.grad is not None for p in self.live.values()):
+                if loss.numel() == 1:
+                    return loss, None
+                raise TypeError(
+                    "expected a closure that returns the losses of examples to leave backward to step, got shape "
+                    f"{list(loss.shape)} after a backward: return loss.mean(), or call no backward"
+                )
             if loss.ndim > 1:
                 raise TypeError(f"expected a closure that returns a scalar or losses [B], got shape {list(loss.shape)}")
             mean = loss.mean()
@@ -147,8 +186,9 @@ class LiveOracle:
     def _moved(self, eps: Params) -> Iterator[None]:
         """The live weights at ``+ eps``, and afterwards where they were: copied back, since ``(w + e) - e != w``."""
         with torch.no_grad():
-            targets = [shards.local(self.live[k]) for k in eps]
-            moves = [shards.local(shards.alike(e, self.live[k])) for k, e in eps.items()]
+            weights = as_real({k: self.live[k] for k in eps})
+            targets = [shards.local(w) for w in weights.values()]
+            moves = [shards.local(shards.alike(e, weights[k])) for k, e in eps.items()]
             home = clones(targets)
         try:
             with torch.no_grad():
@@ -170,14 +210,14 @@ class LiveOracle:
         if self.unscaling is not None:
             taken = self.unscaling(self.live, taken)
         # rows that only one worker has seen are not for all to update
-        return self.sparsity.dense(taken, noted=on == "train" and not self.workers.quiet)
+        return as_real(self.sparsity.dense(taken, noted=on == "train" and not self.workers.quiet))
 
     def descend(self, grads: Params) -> None:
         """Let the base step along the gradients, clipped, and sparse where backward made sparse ones."""
         optimizer, rows = self.optimizer, self.sparsity.rows
         if optimizer.clip is not None:
             grads = clipped(grads, optimizer.clip)
-        put(self.live, self.sparsity.restore(grads))
+        put(self.live, self.sparsity.restore(as_complex(grads, self.live)))
         try:
             optimizer.base.step()
         except RuntimeError as e:
@@ -211,15 +251,18 @@ class LiveDescent:
         self.base, self.live, self.at = base, live, at
 
     def __call__(self, params: Params, grads: Params) -> Params:
-        home = {k: p.detach().clone() for k, p in self.live.items()}
+        home = self._weights()
         try:
             copy(self.live, params)
             # not once something was not finite: the step will be skipped, and the base's state is to stay
             if self.at.is_finite():
                 self.at.descend(grads)
-            return {k: p.detach().clone() for k, p in self.live.items()}
+            return self._weights()
         finally:
             copy(self.live, home)
+
+    def _weights(self) -> Params:
+        return {k: w.clone() for k, w in as_real(tree.detach(self.live)).items()}
 
     def lr(self, key: str) -> float:
         """Learning rate of the group that holds parameter ``key``."""
@@ -230,7 +273,7 @@ class LiveDescent:
         slots = ("momentum_buffer", "exp_avg")
         states = {k: self.base.state.get(p, {}) for k, p in self.live.items() if k in params}
         found = {k: s[n].clone() for k, s in states.items() for n in slots if s.get(n) is not None}
-        return found or None
+        return as_real(found) or None
 
 
 def slots(state: State) -> list[Params]:
@@ -240,8 +283,29 @@ def slots(state: State) -> list[Params]:
 
 def copy(live: Params, values: Params) -> None:
     """Set the weights."""
-    pieces = [shards.local(shards.alike(values[k], p)) for k, p in live.items()]
-    torch._foreach_copy_([shards.local(p.detach()) for p in live.values()], pieces)
+    if not live:  # all are frozen
+        return
+    weights = as_real(tree.detach(live))
+    pieces = [shards.local(shards.alike(values[k], w)) for k, w in weights.items()]
+    torch._foreach_copy_([shards.local(w) for w in weights.values()], pieces)
+
+
+def as_real(params: Params) -> Params:
+    """Complex tensors as pairs of real numbers, sharing memory, which is what torch's optimizers take them for.
+
+    >>> as_real({"w": torch.zeros(3, dtype=torch.complex64)})["w"].shape
+    torch.Size([3, 2])
+    """
+    if not any(p.is_complex() for p in params.values()):
+        return params
+    return {k: torch.view_as_real(p.resolve_conj()) if p.is_complex() else p for k, p in params.items()}
+
+
+def as_complex(grads: Params, like: Params) -> Params:
+    """Those whose parameter is complex made complex again."""
+    if not any(p.is_complex() for p in like.values()):
+        return grads
+    return {k: torch.view_as_complex(g.contiguous()) if like[k].is_complex() else g for k, g in grads.items()}
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import warnings
@@ -16,11 +17,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .. import shards, tree
+from ..perturb import check_number
 from ..rules import DirectionRule, Rule
+from ..rules.base import check_radius
 from ..types import Params, State
 from .distributed import check_ascent, check_params
 from .foreign import mark, watched
-from .oracle import Closure, LiveDescent, LiveOracle, copy, slots
+from .oracle import Closure, LiveDescent, LiveOracle, as_real, copy, slots
 from .passes import Passes, WithoutClosure
 from .scaling import Gate, put
 
@@ -83,6 +86,7 @@ class SharpnessAware(WithoutClosure):
     ascent: str = "local"
     gates: Sequence[Gate] = ()
     warned: bool = False  # of gradients from outside the closure
+    warned_of_none: bool = False  # of a step without any gradient
     arrives: bool = False  # once it is known whether rounding swallows a displacement
     skipped: int
     """Steps skipped because a gradient was not finite."""
@@ -110,6 +114,8 @@ class SharpnessAware(WithoutClosure):
             raise TypeError("expected a base that steps on given gradients; LBFGS evaluates closures of its own")
         if not isinstance(rule, Rule):
             raise TypeError(f"expected a metasam.rules.Rule, got {rule!r}")
+        if clip is not None:
+            check_number("clip", clip)
         if clip is not None and not 0 < clip < math.inf:
             raise ValueError(f"expected clip > 0, the largest norm of a gradient, or None, got clip={clip}")
         taken = [k for k in rule.hyper if k in inspect.signature(type(base).__init__).parameters]
@@ -125,11 +131,13 @@ class SharpnessAware(WithoutClosure):
             base.defaults.setdefault(key, getattr(rule, key))
             for group in base.param_groups:
                 group.setdefault(key, getattr(rule, key))
+        for group in base.param_groups:
+            _check_group(group, rule)
         # Optimizer.__init__ would give us groups of our own; __setstate__ only prepares its hooks
         self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0, "counts": {}})
         self.clip, self.same_noise, self.ascent = clip, same_noise, ascent
         check_params(self._live())
-        rule.init(self._live())
+        rule.init(self._constants())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -158,28 +166,45 @@ class SharpnessAware(WithoutClosure):
         return f"{type(self).__name__}({self.rule}, {self.base})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base; radii it does not name are the rule's, and a model names its parameters."""
+        """Add a group to the base; radii it does not name are the rule's, and a model names its parameters.
+
+        Raises:
+            ValueError: a radius that is none, maximize=True, or parameters that the rule cannot work on; nothing is
+                added.
+        """
         self._expect_no_pass("add_param_group()")
+        _check_group({**self.defaults, **param_group}, self.rule)
         if self.model is not None:
             given = param_group["params"]
             params = [given] if isinstance(given, Tensor) else list(given)
             if all(isinstance(p, Tensor) for p in params):
                 param_group = {**param_group, "params": params, "param_names": _names(params, self.model)}
         self.base.add_param_group(param_group)
-        self.rule.init(self._live())
+        try:
+            check_params(self._live())
+            self.rule.init(self._constants())
+        except (TypeError, ValueError):
+            del self.base.param_groups[-1]
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the base's parameters."""
         self.base.zero_grad(set_to_none)
 
     def _live(self) -> Params:
-        """The parameters that want gradients, by name, or by number over all groups."""
-        live, number = {}, 0
-        for group in self.param_groups:
-            names = group.get("param_names") or range(number, number + len(group["params"]))
-            live.update({str(n): p for n, p in zip(names, group["params"], strict=True) if p.requires_grad})
-            number += len(group["params"])
+        """The parameters that want gradients, by name, or by number over all groups; each tensor once."""
+        seen: set[int] = set()
+        params = [p for group in self.param_groups for p in group["params"]]
+        live = {}
+        for key, p in zip(self._all_keys(), params, strict=True):
+            if p.requires_grad and id(p) not in seen:
+                seen.add(id(p))
+                live[key] = p
         return live
+
+    def _constants(self) -> Params:
+        """What a rule sees of the live parameters."""
+        return as_real(tree.detach(self._live()))
 
     def _current_rule(self) -> Rule:
         """The rule with the radii of the param groups: one value, or one by parameter where groups differ."""
@@ -195,19 +220,29 @@ class SharpnessAware(WithoutClosure):
         return dataclasses.replace(self.rule, **radii) if radii else self.rule  # type: ignore[type-var]
 
     def _all_keys(self) -> list[str]:
-        keys: list[str] = []
+        """Names of all parameters; those that come again (two models in one optimizer) with a number behind them."""
+        names: list[str] = []
         for group in self.param_groups:
-            keys += map(str, group.get("param_names") or range(len(keys), len(keys) + len(group["params"])))
-        return keys
+            names += map(str, group.get("param_names") or range(len(names), len(names) + len(group["params"])))
+        if len(set(names)) == len(names):
+            return names
+        keys: dict[str, None] = {}
+        for name in names:
+            # behind, since ASAM looks at the part after the last dot
+            ways = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
+            keys[next(k for k in ways if k not in keys)] = None
+        return list(keys)
 
     def prepared(self, live: Params) -> tuple[Rule, Params, State]:
         """What a step starts from: the rule with its present radii, the weights as constants, the state."""
-        rule, params = self._current_rule(), tree.detach(live)
+        rule, params = self._current_rule(), as_real(tree.detach(live))
         return rule, params, rule.init(params) if self.rule_state is None else _within(self.rule_state, live)
 
-    @torch.no_grad()
     def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None, **others: Closure) -> Any:
-        """One step; returns the loss at the undisplaced weights, as the closure gave it, detached.
+        """One step; returns the loss of the first train evaluation, as the closure gave it, detached.
+
+        That is the loss at the undisplaced weights, except for rules that never go there, MomentumSAM and RandomSAM:
+        theirs is at the first displaced ones.
 
         Args:
             closure: evaluates the training loss and calls backward; called once per gradient evaluation.
@@ -215,13 +250,19 @@ class SharpnessAware(WithoutClosure):
                 ``[B]`` do not: the step scales), and ``scaler.update()`` follows the step; neither
                 ``scaler.step(optimizer)`` nor ``scaler.unscale_(optimizer)`` is called. A step with an inf in any pass
                 is skipped once all its passes are done.
-            others: closures of other batches that the rule asks for, by name (``val=...``).
+            others: closures of other batches that the rule asks for, by name (``val=...``; rules that do not validate
+                leave it alone).
 
         Raises:
-            TypeError: no closure.
+            TypeError: no closure, one of another name, or one that does not return a loss.
             RuntimeError: no ``scaler.update()`` since the last step, or the gradients were unscaled already; the base
                 takes no sparse gradients.
         """
+        return self._step(closure, scaler, others)
+
+    @torch.no_grad()
+    def _step(self, closure: Closure | None, scaler: GradScaler | None, others: Mapping[str, Closure]) -> Any:
+        """`step` for methods that take other arguments: torch runs hooks around every ``step`` of the classes."""
         if closure is None and self._asks_for_a_state():
             self.hollow = True
             return self.base.step()
@@ -233,6 +274,7 @@ class SharpnessAware(WithoutClosure):
                 "and with a GradScaler, optimizer.step(closure, scaler=scaler) in place of scaler.step(optimizer)"
             )
         self._expect_no_pass("step(closure)")
+        _check_closures(closure, others)
         if isinstance(closure, Passes):
             at: LiveOracle = closure
         else:
@@ -255,10 +297,14 @@ class SharpnessAware(WithoutClosure):
                 if commit:
                     copy(live, moved)
         mark(self)
+        if live and at.empty and not self.warned_of_none:
+            self.warned_of_none = True
+            warnings.warn(_NO_GRADIENT, stacklevel=5)
         if commit:
             self.rule_state = state
         else:
             self.skipped += 1
+            at.uncount()
         return at.first_loss
 
     def _asks_for_a_state(self) -> bool:
@@ -271,13 +317,15 @@ class SharpnessAware(WithoutClosure):
         """The rule's state, or one of its form to load into."""
         if self.rule_state is not None or not self.hollow:
             return self.rule_state or {}
-        live = self._live()
-        blank = {slot: {k: torch.zeros_like(p.detach()) for k, p in live.items()} for slot in self.rule.slots}
+        live = self._constants()
+        blank = {slot: {k: torch.zeros_like(p) for k, p in live.items()} for slot in self.rule.slots}
         return {**self.rule.init(live), **blank}
 
     def state_dict(self) -> dict[str, Any]:
         """The base's ``state_dict`` with the rule's state in it: tensors as ``rule.<slot>``, numbers in group 0."""
         self._expect_no_pass("state_dict()")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         packed = self.base.state_dict()
         packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
         # as text, since torch.distributed.checkpoint takes dicts apart and has no place for keys it did not expect
@@ -293,6 +341,9 @@ class SharpnessAware(WithoutClosure):
                 numbers[f"rule.{slot}"] = value
         numbers["rule.fresh"] = self.rule_state is None
         packed["param_groups"][0].update(numbers)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, packed)
+            packed = packed if changed is None else changed
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -307,6 +358,14 @@ class SharpnessAware(WithoutClosure):
                 tensors that the rule remembers; nothing is changed.
         """
         self._expect_no_pass("load_state_dict()")
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict, strict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         _check_saved(state_dict, self.param_groups)
         groups = [dict(g) for g in state_dict["param_groups"]]
         # torch would cast per-parameter state to the parameter's dtype, and would alias it: ours is split off first
@@ -343,6 +402,8 @@ class SharpnessAware(WithoutClosure):
                 group.setdefault(key, own[key])
                 if f"initial_{key}" in own:  # a schedule's
                     group.setdefault(f"initial_{key}", own[f"initial_{key}"])
+            _check_group(group, self.rule)
+        self._check_shapes(groups, per_param, plain)
         state = {**state_dict, "state": {k: v for k, v in plain.items() if v}, "param_groups": groups}
         kept = self.base.state, self.base.param_groups
         try:
@@ -357,7 +418,7 @@ class SharpnessAware(WithoutClosure):
             self.rule_state = None
             return
         keys = dict(zip((i for g in groups for i in g["params"]), self._all_keys(), strict=True))
-        live = self._live()
+        live = self._constants()
         self.rule_state = {}
         for slot, value in numbers.items():
             if value is None or isinstance(value, tuple | list):
@@ -367,6 +428,63 @@ class SharpnessAware(WithoutClosure):
                 }
             else:
                 self.rule_state[slot[5:]] = value
+
+    def _check_shapes(self, groups: Sequence[Mapping[str, Any]], memory: Any, plain: Any) -> None:
+        """Raise ValueError on tensors of other parameters: torch would take them, and fail in the next step."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, key, p in zip((i for g in groups for i in g["params"]), self._all_keys(), params, strict=True):
+            fitting = {n: t.shape for n, t in self.base.state.get(p, {}).items() if isinstance(t, Tensor)}
+            twin = as_real({"": p.detach()})[""].shape
+            for name, tensor in {**memory.get(i, {}), **plain.get(i, {})}.items():
+                if not isinstance(tensor, Tensor):
+                    continue
+                own = name in memory.get(i, {})
+                wanted = twin if own else fitting.get(name, p.shape if tensor.ndim else tensor.shape)
+                # of a base that keeps state of other shapes nothing is known before its first step
+                known = own or name in fitting or type(self.base) in _OF_THE_SHAPE
+                if known and tensor.shape != wanted:
+                    raise ValueError(
+                        f"expected {name!r} of shape {list(wanted)} for parameter {key!r}, got {list(tensor.shape)}: "
+                        "the state of another model"
+                    )
+
+
+_OF_THE_SHAPE = tuple(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind.__name__ not in ("Adafactor", "LBFGS")
+)
+"""Bases whose state has the shape of its parameter, or is a number."""
+
+_NO_GRADIENT = (
+    "no evaluation of this step left a gradient on any parameter of the optimizer, so that nothing moves: did it call "
+    "loss.backward(), with gradients enabled, on a loss of these parameters?"
+)
+
+
+def _check_group(group: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ValueError unless its radii are some and its base minimises."""
+    if group.get("maximize"):
+        raise ValueError(
+            "expected a base that minimises, got maximize=True: the rule would displace the weights the wrong way; "
+            "leave it out, and let the closure return -loss, having called (-loss).backward()"
+        )
+    for key in rule.hyper:
+        if key in group:
+            check_radius(group[key], key)
+
+
+def _check_closures(closure: Any, others: Mapping[str, Any]) -> None:
+    """Raise TypeError unless all can be called, by names that rules ask for."""
+    for name, given in {"closure": closure, **others}.items():
+        if not callable(given):
+            raise TypeError(
+                f"expected {name} to be a function that evaluates a loss, got {type(given).__name__}: write "
+                "optimizer.step(closure)"
+            )
+    unknown = [name for name in others if name != "val"]
+    if unknown:
+        raise TypeError(f"expected closures by the name val=, got {', '.join(f'{n}=' for n in unknown)}")
 
 
 def _check_saved(state_dict: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
 from .base import DirectionRule, check_fraction, check_radius
@@ -41,6 +41,7 @@ class Agnostic(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho_train, "rho_train")
         check_radius(self.rho_val, "rho_val")
         check_fraction("val_momentum", self.val_momentum)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..perturb import check_number
 from ..tree import Factor
 from ..types import Descent, Eval, Oracle, Params, State
 
@@ -21,16 +23,25 @@ from ..types import Descent, Eval, Oracle, Params, State
 def check_radius(rho: Factor, name: str = "rho") -> None:
     """Raise ValueError unless a radius, or each by key, is finite and not negative (tensors are taken as they are)."""
     for r in rho.values() if isinstance(rho, Mapping) else (rho,):
-        if not isinstance(r, int | float | Tensor):
-            raise ValueError(f"expected {name} to be a number, got {name}={r!r}")
-        if isinstance(r, int | float) and not (math.isfinite(r) and r >= 0):
+        if not isinstance(r, Tensor):
+            check_number(name, r)
+        if isinstance(r, Real) and not (math.isfinite(r) and r >= 0):
             raise ValueError(f"expected {name} >= 0 and finite, got {name}={r}")
 
 
 def check_fraction(name: str, value: float) -> None:
     """Raise ValueError unless ``0 <= value < 1``."""
+    check_number(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"expected 0 <= {name} < 1, got {name}={value}")
+
+
+def check_count(name: str, value: Any, least: int | None = 1, of: str = "") -> None:
+    """Raise ValueError unless it is a whole number, and not below ``least``; ``of`` says what is counted."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"expected {name} to be a whole number, got {name}={value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"expected {name} >= {least}{of and ' ' + of}, got {name}={value}")
 
 
 def losses_of(evaluation: Eval, rule: object) -> Tensor:

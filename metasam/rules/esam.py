@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_number, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
-from .base import DirectionRule, check_radius, losses_of
+from .base import DirectionRule, check_count, check_radius, losses_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class ESAM(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
+        check_count("noise_seed", self.noise_seed, None)
         for name in ("keep", "select"):
+            check_number(name, getattr(self, name))
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"expected 0 < {name} <= 1, got {name}={getattr(self, name)}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
 from .base import DirectionRule, check_fraction, check_radius
@@ -35,6 +35,7 @@ class FriendlySAM(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
         check_radius(self.sigma, "sigma")
         check_fraction("decay", self.decay)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
 from .base import DirectionRule, check_radius
@@ -31,6 +31,7 @@ class GSAM(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
         check_radius(self.gap, "gap")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import shards, tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_number, check_perturb
 from ..tree import Factor
 from ..types import Descent, Oracle, Params, State
-from .base import Rule, check_radius
+from .base import Rule, check_count, check_radius
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ class Lookbehind(Rule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
-        if self.steps < 1:
-            raise ValueError(f"expected steps >= 1, got steps={self.steps}")
+        check_count("steps", self.steps)
+        if self.keep is not None:
+            check_number("keep", self.keep)
         if self.keep is not None and not 0 < self.keep <= 1:
             raise ValueError(f"expected 0 < keep <= 1, or None for the adaptive one, got keep={self.keep}")
 

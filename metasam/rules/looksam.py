@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
-from .base import DirectionRule, check_radius
+from .base import DirectionRule, check_count, check_radius
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class LookSAM(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
         check_radius(self.reuse, "reuse")
-        if self.every < 1:
-            raise ValueError(f"expected every >= 1, got every={self.every}")
+        check_count("every", self.every)
 
     @property
     def slots(self) -> tuple[str, ...]:

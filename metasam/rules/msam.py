@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_perturb
 from ..tree import Factor
 from ..types import Descent, Oracle, Params, State
 from .base import Rule, check_radius
@@ -34,6 +34,7 @@ class MomentumSAM(Rule):
     perturb: Perturb = field(default_factory=Steepest)
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
 
     def init(self, params: Params) -> State:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_number, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
-from .base import DirectionRule, check_radius
+from .base import DirectionRule, check_count, check_radius
 
 
 def filter_noise(at: Oracle, params: Params, sigma: float, seed: int, counter: int, through: bool) -> Params:
@@ -55,9 +55,11 @@ class RandomSAM(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
         check_radius(self.sigma, "sigma")
         check_radius(self.pull, "pull")
+        check_count("noise_seed", self.noise_seed, None)
 
     def init(self, params: Params) -> State:
         """The counter of draws."""
@@ -96,6 +98,8 @@ class RWP(DirectionRule):
 
     def __post_init__(self) -> None:
         check_radius(self.rho)
+        check_number("mix", self.mix)
+        check_count("noise_seed", self.noise_seed, None)
         if not 0 <= self.mix <= 1:
             raise ValueError(f"expected 0 <= mix <= 1, got mix={self.mix}")
         if self.second not in ("train", "val"):

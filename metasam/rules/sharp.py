@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..perturb import Fisher, Perturb, Steepest
+from ..perturb import Fisher, Perturb, Steepest, check_number, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, Part, State
-from .base import DirectionRule, check_radius, losses_of
+from .base import DirectionRule, check_count, check_radius, losses_of
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class Sharp(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
-        if self.steps < 1:
-            raise ValueError(f"expected steps >= 1 ascent steps, got steps={self.steps}; Plain() takes none")
+        check_count("steps", self.steps, of="ascent steps (Plain() takes none)")
+        if self.step_size is not None:
+            check_number("step_size", self.step_size)
         if self.step_size is not None and not 0 < self.step_size < math.inf:
             raise ValueError(f"expected step_size > 0 (a fraction of rho), got step_size={self.step_size}")
         if isinstance(self.perturb, Fisher) and self.steps * (self.step_size or 0) > 1 + 1e-9:
@@ -56,8 +58,8 @@ class Sharp(DirectionRule):
                 f"expected step_size <= 1/steps with {self.perturb}, got step_size={self.step_size} and steps="
                 f"{self.steps}: its ellipsoid changes with the gradient: there is none to project a longer climb onto"
             )
-        if self.m is not None and self.m < 1:
-            raise ValueError(f"expected m >= 1 examples a shard, or None, got m={self.m}")
+        if self.m is not None:
+            check_count("m", self.m, of="examples a shard, or None")
 
     def init(self, params: Params) -> State:
         """No state; the geometry looks whether it can tell these parameters apart."""

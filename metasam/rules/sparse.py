@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 
 from .. import shards, tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_perturb
 from ..tree import Factor
 from ..types import Eval, Oracle, Params, State
-from .base import DirectionRule, check_fraction, check_radius, losses_of
+from .base import DirectionRule, check_count, check_fraction, check_radius, losses_of
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class SparseSAM(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
         check_fraction("sparsity", self.sparsity)
         check_fraction("drop", self.drop)
         if self.criterion not in ("fisher", "dynamic"):
             raise ValueError(f"expected criterion 'fisher' or 'dynamic', got {self.criterion!r}")
-        for name, least in {"refresh": 1, "samples": 0, "horizon": 1}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"expected {name} >= {least}, got {name}={getattr(self, name)}")
+        for name, least in {"refresh": 1, "samples": 0, "horizon": 1, "noise_seed": None}.items():
+            check_count(name, getattr(self, name), least)
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .. import tree
-from ..perturb import Perturb, Steepest
+from ..perturb import Perturb, Steepest, check_number, check_perturb
 from ..tree import Factor
 from ..types import Oracle, Params, State
 from .base import DirectionRule, check_radius
@@ -31,7 +31,9 @@ class VaSSO(DirectionRule):
     through: bool = True
 
     def __post_init__(self) -> None:
+        check_perturb(self.perturb)
         check_radius(self.rho)
+        check_number("theta", self.theta)
         if not 0 < self.theta <= 1:
             raise ValueError(f"expected 0 < theta <= 1, got theta={self.theta}")
 
