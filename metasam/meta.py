@@ -162,6 +162,12 @@ class SharpMAML:
             per_step=norms.PerStep(model, inner_steps) if batchnorm == "per_step" else None,
             keep_eps=reuse_inner_eps,
         )
+        odd = [k for k, p in model.named_parameters() if k in self.loop.adapted and p.is_complex()]
+        if odd and not isinstance(self.inner_rule, Plain):
+            raise ValueError(
+                f"expected real parameters for {type(self.inner_rule).__name__} in the inner loop, got complex ones "
+                f"({', '.join(odd[:4])}): hold them as pairs of real numbers (torch.view_as_complex in forward)"
+            )
         self.inner_rule.init({k: p for k, p in model.named_parameters() if k in self.loop.adapted})
         self.engine_used: str | None = None
         self.engine_reason: str | None = None

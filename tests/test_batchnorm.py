@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,121 @@ def test_a_norm_without_statistics_stays_without():
     with batchnorm.frozen(model):
         model(torch.randn(4, 3))
     assert not model[0].track_running_stats
+
+
+def spectral(old):
+    wrap = nn.utils.spectral_norm if old else nn.utils.parametrizations.spectral_norm
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(wrap(nn.Linear(3, 5)), nn.Tanh(), wrap(nn.Linear(5, 1))).double()
+
+
+@pytest.mark.filterwarnings("ignore:.*nn.utils.spectral_norm.*is deprecated")
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+@pytest.mark.parametrize("old", [True, False])
+def test_the_power_iteration_of_spectral_norm_advances_once_a_step(old, given):
+    model, plain = spectral(old), spectral(old)
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
+    optimizer = SAM(model.parameters(), lr=0.0, rho=0.5, steps=2, model=model if given else None)
+
+    def closure():
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        plain(x)
+    assert len(buffers_of(model)) == 4
+    assert_same(buffers_of(model), buffers_of(plain))
+
+
+SCRIPTED = {
+    "script": lambda model: torch.jit.script(model),
+    "trace": lambda model: torch.jit.trace(model, CONV.batch()[0], check_trace=False),
+    "script in a module": lambda model: nn.Sequential(torch.jit.script(model)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+@pytest.mark.parametrize("how", SCRIPTED.values(), ids=SCRIPTED)
+def test_scripted_norms_count_a_batch_once(how, given):
+    model, plain = how(network()), how(network())
+    before = next(b for n, b in model.named_buffers() if n.endswith("tracked")).clone()
+    optimizer = SAM(model.parameters(), lr=0.0, rho=0.5, model=model if given else None)
+    for seed in range(3):
+        optimizer.step(closure_of(CONV, model, CONV.batch(seed=seed)))
+        plain(CONV.batch(seed=seed)[0])
+    assert_same(
+        buffers_of(model),
+        {k: b + (3 + before - b if k.endswith("tracked") else 0) for k, b in buffers_of(plain).items()},
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+def test_a_compiled_function_that_calls_the_model_counts_a_batch_once(given):
+    torch.compiler.reset()
+    model, plain, (x, y) = network(), network(), CONV.batch()
+    compiled = torch.compile(lambda x, y: CONV.loss_fn(model(x), y), backend="aot_eager")
+    optimizer = SAM(model.parameters(), lr=0.0, rho=0.5, model=model if given else None)
+
+    def closure():
+        loss = compiled(x, y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+        plain(x)
+    assert_same(buffers_of(model), buffers_of(plain))
+
+
+def test_models_that_run_in_other_threads_count_as_ever():
+    inside, outside, entered, left = network(), network(), threading.Event(), threading.Event()
+
+    def run():
+        entered.wait(10)
+        outside(CONV.batch()[0])
+        left.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with batchnorm.frozen():
+        inside(CONV.batch()[0])
+        entered.set()
+        assert left.wait(10)
+    thread.join()
+    assert inside[1].num_batches_tracked == 0
+    assert outside[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["model", "hooks"])
+@pytest.mark.parametrize("how", ["closure", "passes", "examples"])
+def test_a_skipped_step_leaves_running_statistics(how, given):
+    model, (x, y) = network(), CONV.batch()
+    model(x)
+    home = buffers_of(model)
+    optimizer = SAM(model.parameters(), lr=0.1, model=model if given else None, m=2 if how == "examples" else None)
+
+    def step(x):
+        if how == "passes":
+            for _ in optimizer.passes():
+                CONV.loss_fn(model(x), y).backward()
+        elif how == "closure":
+            optimizer.step(closure_of(CONV, model, (x, y)))
+        else:
+            optimizer.step(
+                lambda part=slice(None): nn.functional.cross_entropy(model(x[part]), y[part], reduction="none")
+            )
+
+    step(x * float("nan"))
+    assert optimizer.skipped == 1
+    assert_same(buffers_of(model), home)
+    step(x)
+    assert model[1].num_batches_tracked == 2
 
 
 # the inner loop

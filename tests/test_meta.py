@@ -686,6 +686,14 @@ def test_bad_settings(settings, error, message):
         SharpMAML(settings.pop("model"), settings.pop("loss_fn"), **settings)
 
 
+def test_complex_parameters_are_refused_where_an_inner_rule_would_meet_them():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"expected real parameters for Sharp in the inner loop.*\(1\.weight, 1\.bias\)"):
+        SharpMAML(model, F.mse_loss, inner_lr=0.1, inner_steps=1, variant="low")
+    SharpMAML(model, F.mse_loss, inner_lr=0.1, inner_steps=1, variant="up")
+    SharpMAML(model, F.mse_loss, inner_lr=0.1, inner_steps=1, variant="low", inner_params=["0.*"])
+
+
 def test_sharpness_aware_optimizers_are_refused():
     learner = maml()
     with pytest.raises(TypeError, match="sharpness-aware already"):

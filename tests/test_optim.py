@@ -504,7 +504,10 @@ def test_state_dict_holds_no_reference_into_the_optimizer_and_stays_as_it_was():
 def test_state_of_a_rule_is_not_cast_to_the_parameters_dtype():
     model = MLP.model(torch.bfloat16)
     optimizer = SharpnessAware(SGD(model.parameters(), 0.1), VaSSO(), model=model)
-    optimizer.rule_state = {"d": {k: torch.ones_like(p, dtype=torch.bool) for k, p in params_of(model).items()}, "steps": 2}
+    optimizer.rule_state = {
+        "d": {k: torch.ones_like(p, dtype=torch.bool) for k, p in params_of(model).items()},
+        "steps": 2,
+    }
     other = SharpnessAware(SGD(model.parameters(), 0.1), VaSSO(), model=model)
     other.load_state_dict(optimizer.state_dict())
     assert_same(other.rule_state["d"], optimizer.rule_state["d"])

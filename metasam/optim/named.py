@@ -103,7 +103,9 @@ class ASAM(Named):
         base: class of the base optimizer.
         rho: radius; 0.5 for CIFAR-10, 1.0 for CIFAR-100 (paper).
         eta: stabiliser of T.
-        only: adapt parameters whose own name contains this, "weight" as the authors do; None adapts all.
+        only: adapt parameters whose own name contains this, "weight" as the authors do; None adapts all. What
+            ``torch.nn.utils.parametrizations`` (``weight_norm``) make of a weight is named ``original0``, ``original1``
+            and is not adapted by "weight", but by "original" (not beside weights of other layers) or None.
         model: see `SharpnessAware`.
         settings: keyword arguments of ``base``, and the options of `SharpnessAware`.
 

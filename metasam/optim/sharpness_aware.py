@@ -41,14 +41,16 @@ class SharpnessAware(WithoutClosure):
     base's: ``param_groups``, ``state`` and ``defaults`` are views of its own, so a scheduler may be given either
     object. The rule's radii (``rho``) live in the param groups beside ``lr``, and can differ by group or be scheduled.
 
-    A step whose gradients are not finite changes nothing but `skipped`.
+    A step in which a gradient, or a loss that a rule chooses examples by, is not finite changes nothing but `skipped`:
+    weights, state and running statistics stay as they are (those of a batch that was counted before `first_step` do
+    not).
 
     Args:
         base: the optimizer that updates. LBFGS calls closures of its own and is refused.
         rule: a `metasam.rules.Rule`.
         model: gives parameters their names (ASAM tells weights from biases by them) and speeds up finding BatchNorm.
             Without it names are those of ``base`` (``named_parameters()``), else numbers, and BatchNorm is found as it
-            is called, by a global hook that ``torch.compile`` warns about.
+            is called, by a global hook, for which ``torch.compile`` compiles over and over.
         clip: largest norm of the gradient that ``base`` descends along, as ``clip_grad_norm_`` just before its step;
             the ascent is not clipped. Rules that descend on their own clip at each ``base.step()`` (Lookbehind's
             inner steps, WSAM's plain step without its sharpness term). None: no limit.
@@ -64,6 +66,7 @@ class SharpnessAware(WithoutClosure):
             needs batches of one size on all workers, as each part is a synchronised backward.
 
     BatchNorm counts a batch once: running statistics are those of the first train evaluation at undisplaced weights.
+    So does the power iteration of ``spectral_norm``.
 
     Weights are best kept in float32 (with the model under autocast, in the closure or around the step): bfloat16
     weights round most of a small displacement away, which is warned about once.
@@ -74,7 +77,7 @@ class SharpnessAware(WithoutClosure):
     Raises:
         TypeError: ``base`` is no optimizer, is sharpness-aware already, or is LBFGS; ``rule`` is no rule.
         ValueError: the rule cannot work on these parameters, or the base has a setting of the name of a radius
-            (Adadelta's rho); clip is not positive; ascent is neither.
+            (Adadelta's rho) or maximises; a radius of a group is none; clip is not positive; ascent is neither.
     """
 
     base: Optimizer
