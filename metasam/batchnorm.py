@@ -116,6 +116,7 @@ class Record:
             self.keep([b for module in model.modules() for b in _written(module)])
             yield
             return
+
         def note(module: nn.Module) -> None:
             if not torch.compiler.is_compiling():
                 self.keep(_written(module))
