@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,13 @@ from torch.optim import Optimizer
 from .. import shards, tree
 from ..perturb import check_number
 from ..rules import DirectionRule, Rule
-from ..rules.base import check_radius
 from ..types import Params, State
 from .distributed import check_ascent, check_params
 from .foreign import mark, watched
 from .oracle import Closure, LiveDescent, LiveOracle, as_real, copy, slots
 from .passes import Passes, WithoutClosure
 from .scaling import Gate, put
+from .state import check_group, load, pack
 
 OPTIONS: tuple[str, ...] = ("clip", "same_noise", "ascent")
 """Keywords of `SharpnessAware` that the named methods pass on."""
@@ -135,7 +134,7 @@ class SharpnessAware(WithoutClosure):
             for group in base.param_groups:
                 group.setdefault(key, getattr(rule, key))
         for group in base.param_groups:
-            _check_group(group, rule)
+            check_group(group, rule)
         # Optimizer.__init__ would give us groups of our own; __setstate__ only prepares its hooks
         self.__setstate__({"base": base, "rule": rule, "rule_state": None, "model": model, "skipped": 0, "counts": {}})
         self.clip, self.same_noise, self.ascent = clip, same_noise, ascent
@@ -176,7 +175,7 @@ class SharpnessAware(WithoutClosure):
                 added.
         """
         self._expect_no_pass("add_param_group()")
-        _check_group({**self.defaults, **param_group}, self.rule)
+        check_group({**self.defaults, **param_group}, self.rule)
         if self.model is not None:
             given = param_group["params"]
             params = [given] if isinstance(given, Tensor) else list(given)
@@ -316,34 +315,12 @@ class SharpnessAware(WithoutClosure):
         still = all(g.get("lr", 1.0) == 0 for g in self.param_groups)
         return not self.base.state and still and not any(shards.local(g).any() for g in grads)
 
-    def _memory(self) -> State:
-        """The rule's state, or one of its form to load into."""
-        if self.rule_state is not None or not self.hollow:
-            return self.rule_state or {}
-        live = self._constants()
-        blank = {slot: {k: torch.zeros_like(p) for k, p in live.items()} for slot in self.rule.slots}
-        return {**self.rule.init(live), **blank}
-
     def state_dict(self) -> dict[str, Any]:
         """The base's ``state_dict`` with the rule's state in it: tensors as ``rule.<slot>``, numbers in group 0."""
         self._expect_no_pass("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = self.base.state_dict()
-        packed["state"] = {k: dict(v) for k, v in packed["state"].items()}
-        # as text, since torch.distributed.checkpoint takes dicts apart and has no place for keys it did not expect
-        numbers: dict[str, Any] = {"rule.skipped": self.skipped, "rule.counts": json.dumps(self.counts)}
-        numbers["rule.name"] = type(self.rule).__name__
-        ids = dict(zip(self._all_keys(), (i for g in packed["param_groups"] for i in g["params"]), strict=True))
-        for slot, value in self._memory().items():
-            if isinstance(value, dict):
-                numbers[f"rule.{slot}"] = (len(value),)  # so that an empty slot is told from a lost one
-                for key, tensor in value.items():
-                    packed["state"].setdefault(ids[key], {})[f"rule.{slot}"] = tensor
-            else:
-                numbers[f"rule.{slot}"] = value
-        numbers["rule.fresh"] = self.rule_state is None
-        packed["param_groups"][0].update(numbers)
+        packed = pack(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, packed)
             packed = packed if changed is None else changed
@@ -364,117 +341,15 @@ class SharpnessAware(WithoutClosure):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        self._load(state_dict, strict)
+        load(self, state_dict, strict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load(self, state_dict: Mapping[str, Any], strict: bool) -> None:
-        _check_saved(state_dict, self.param_groups)
-        groups = [dict(g) for g in state_dict["param_groups"]]
-        # torch would cast per-parameter state to the parameter's dtype, and would alias it: ours is split off first
-        per_param = {
-            k: {n: t for n, t in v.items() if str(n).startswith("rule.")} for k, v in state_dict["state"].items()
-        }
-        plain = {
-            k: {n: t for n, t in v.items() if not str(n).startswith("rule.")} for k, v in state_dict["state"].items()
-        }
-        numbers = {k: groups[0].pop(k) for k in list(groups[0]) if k.startswith("rule.")}
-        if not numbers and self.rule.slots and any(isinstance(i, str) for g in groups for i in g["params"]):
-            warnings.warn(
-                f"the checkpoint has nothing of what {type(self.rule).__name__} remembers, which starts afresh: "
-                "flatten_optimizer_state_dict=True drops it. Leave that out where a SharpnessAware saved it",
-                stacklevel=2,
-            )
-        skipped, counts = numbers.pop("rule.skipped", 0), numbers.pop("rule.counts", {})
-        counts = json.loads(counts) if isinstance(counts, str) else dict(counts)
-        name, fresh = numbers.pop("rule.name", type(self.rule).__name__), numbers.pop("rule.fresh", False)
-        if name != type(self.rule).__name__ and numbers:
-            if strict:
-                raise ValueError(
-                    f"expected the state of {type(self.rule).__name__}, got that of {name}, which remembers "
-                    f"{', '.join(n[5:] for n in numbers)}: load_state_dict(state_dict, strict=False) takes the base "
-                    "optimizer's part of it and starts the rule afresh"
-                )
-            fresh = True
-        for slot, value in numbers.items():
-            lost = isinstance(value, tuple | list) and value[0] and not any(slot in v for v in per_param.values())
-            if lost and not fresh:
-                raise ValueError(f"expected {value[0]} tensors {slot!r} in the state of the parameters, got none")
-        for group, own in zip(groups, self.param_groups, strict=True):
-            for key in self.rule.hyper:
-                group.setdefault(key, own[key])
-                if f"initial_{key}" in own:  # a schedule's
-                    group.setdefault(f"initial_{key}", own[f"initial_{key}"])
-            _check_group(group, self.rule)
-        self._check_shapes(groups, per_param, plain)
-        state = {**state_dict, "state": {k: v for k, v in plain.items() if v}, "param_groups": groups}
-        kept = self.base.state, self.base.param_groups
-        try:
-            self.base.load_state_dict(state)
-        except (KeyError, TypeError, IndexError) as e:
-            self.base.state, self.base.param_groups = kept
-            raise ValueError(
-                f"expected the state of {type(self.base).__name__}, got one that it cannot load: {e!r}"
-            ) from e
-        self.skipped, self.counts, self.hollow = skipped, counts, False
-        if not numbers or fresh:
-            self.rule_state = None
-            return
-        keys = dict(zip((i for g in groups for i in g["params"]), self._all_keys(), strict=True))
-        live = self._constants()
-        self.rule_state = {}
-        for slot, value in numbers.items():
-            if value is None or isinstance(value, tuple | list):
-                found = {keys[i]: v[slot] for i, v in per_param.items() if slot in v}
-                self.rule_state[slot[5:]] = {
-                    k: shards.alike(t.clone().to(live[k].device), live[k]) for k, t in found.items() if k in live
-                }
-            else:
-                self.rule_state[slot[5:]] = value
-
-    def _check_shapes(self, groups: Sequence[Mapping[str, Any]], memory: Any, plain: Any) -> None:
-        """Raise ValueError on tensors of other parameters: torch would take them, and fail in the next step."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        for i, key, p in zip((i for g in groups for i in g["params"]), self._all_keys(), params, strict=True):
-            fitting = {n: t.shape for n, t in self.base.state.get(p, {}).items() if isinstance(t, Tensor)}
-            twin = as_real({"": p.detach()})[""].shape
-            for name, tensor in {**memory.get(i, {}), **plain.get(i, {})}.items():
-                if not isinstance(tensor, Tensor):
-                    continue
-                own = name in memory.get(i, {})
-                wanted = twin if own else fitting.get(name, p.shape if tensor.ndim else tensor.shape)
-                # of a base that keeps state of other shapes nothing is known before its first step
-                known = own or name in fitting or type(self.base) in _OF_THE_SHAPE
-                if known and tensor.shape != wanted:
-                    raise ValueError(
-                        f"expected {name!r} of shape {list(wanted)} for parameter {key!r}, got {list(tensor.shape)}: "
-                        "the state of another model"
-                    )
-
-
-_OF_THE_SHAPE = tuple(
-    kind
-    for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind.__name__ not in ("Adafactor", "LBFGS")
-)
-"""Bases whose state has the shape of its parameter, or is a number."""
 
 _NO_GRADIENT = (
     "no evaluation of this step left a gradient on any parameter of the optimizer, so that nothing moves: did it call "
     "loss.backward(), with gradients enabled, on a loss of these parameters?"
 )
-
-
-def _check_group(group: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ValueError unless its radii are some and its base minimises."""
-    if group.get("maximize"):
-        raise ValueError(
-            "expected a base that minimises, got maximize=True: the rule would displace the weights the wrong way; "
-            "leave it out, and let the closure return -loss, having called (-loss).backward()"
-        )
-    for key in rule.hyper:
-        if key in group:
-            check_radius(group[key], key)
 
 
 def _check_closures(closure: Any, others: Mapping[str, Any]) -> None:
@@ -488,21 +363,6 @@ def _check_closures(closure: Any, others: Mapping[str, Any]) -> None:
     unknown = [name for name in others if name != "val"]
     if unknown:
         raise TypeError(f"expected closures by the name val=, got {', '.join(f'{n}=' for n in unknown)}")
-
-
-def _check_saved(state_dict: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless it is an optimizer's state, of groups of the same sizes."""
-    groups = state_dict.get("param_groups", ())
-    if not groups or "state" not in state_dict or any("params" not in g for g in groups):
-        raise ValueError(
-            "expected what state_dict() gave, with the keys 'state' and 'param_groups', got "
-            f"{', '.join(map(repr, state_dict)) or 'an empty one'}"
-        )
-    sizes, wanted = [len(g["params"]) for g in groups], [len(g["params"]) for g in own]
-    if sizes != wanted:
-        raise ValueError(
-            f"expected param groups of {wanted} parameters, got {sizes}: those of another model or grouping"
-        )
 
 
 def _within(state: State, live: Params) -> State:
