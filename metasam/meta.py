@@ -145,6 +145,9 @@ class SharpMAML:
         sharp_low, sharp_up = _sharp_slots(variant, inner_rule, outer_rule)
         self.variant = next(name for name, where in VARIANTS.items() if where == (sharp_low, sharp_up))
         self.inner_rule = _slot(sharp_low, inner_rule or rule, "rho_low", rho_low, through)
+        if self.inner_rule.needs_momentum:
+            name = type(self.inner_rule).__name__
+            raise ValueError(f"{name} needs a base optimizer with momentum, inner loops have none: variant='up'")
         self.outer_rule = _slot(sharp_up, outer_rule or rule, "rho_up", rho_up, None)
         if reuse_inner_eps and self.variant != "both":
             raise ValueError(f"reuse_inner_eps needs variant='both', got variant={self.variant!r}")

@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from metasam.configure import Config
 from metasam.scripts import ablation_report, command, study
-from metasam.scripts.compare import FIRST_TUNING_SEED, refuse_shared, slug, validation_of
+from metasam.scripts.compare import FIRST_TUNING_SEED, slug, validation_of
 from metasam.training import assemble, evaluation, metrics, statistics
 from metasam.training.folder import alone, make, write_json
 from metasam.training.trainer import Interrupted
@@ -77,10 +77,22 @@ class Study:
         self.config, self.words, self.tasks, self.typed = config, words, tasks, typed
         self.folder = Path(config["study"] or f"studies/{tasks}-ablation")
         self.rules: list[str] = config["rules"]
-        self.settings = [Setting(n, c) for n in config["noise"] for c in config["classes"]]
         self.where = [w for w in WHERE if w in config["where"] or w == "none"]
+        self.plain = self._compose("plain")
         self.composed = {entry: self._compose(entry) for entry in self.rules}
+        self.settings = [Setting(n, c) for n in self._axis("noise", 0.0) for c in self._axis("classes", "all")]
         self._tuned: dict[tuple[Setting, str], Radii] = {}
+
+    def _axis(self, name: str, default: Any) -> list[Any]:
+        """The values of an axis: those it was given, or the one that the tasks have."""
+        single = self.plain["tasks"].get(name)
+        single = default if single is None else single
+        if self.config[name] == [default]:
+            return [single]
+        if single != default:
+            raise ValueError(f"tasks.{name}={single} and {name}={self.config[name]} contradict each other: say one")
+        values: list[Any] = self.config[name]
+        return values
 
     # the grid
 
@@ -109,11 +121,11 @@ class Study:
         return study.Cell(self.folder / place / cell.mode / name / f"seed{seed}", config)
 
     def _config(self, cell: Cell, radii: Radii, seed: int) -> Config:
-        base = self.composed[cell.rule if cell.rule in self.composed else self.rules[0]]
+        base = self.plain if cell.where == "none" else self.composed[cell.rule]
         tasks = dict(base["tasks"])
-        if self.config["noise"] != [0.0]:
+        if "noise" in tasks or cell.setting.noise:
             tasks["noise"] = cell.setting.noise
-        if self.config["classes"] != ["all"]:
+        if "classes" in tasks or cell.setting.classes != "all":
             tasks["classes"] = None if cell.setting.classes == "all" else cell.setting.classes
         return {
             **base,
@@ -127,14 +139,16 @@ class Study:
 
     def _compose(self, entry: str) -> Config:
         name, *more = shlex.split(entry)
-        refuse_shared(entry, more)
+        for word in more:
+            if not word.lstrip("+~").startswith(("rule.", "inner.rule.", "outer.rule.")):
+                raise ValueError(f"rules: {word} in {entry!r} is no key of a rule: say it for all, outside rules")
         try:
             keys = command.plain_config(hydra.compose("ablate", [*self.words, f"rule={name}", *more]))
         except Exception as error:
             raise ValueError(f"rules: cannot use {entry!r}: {' '.join(str(error).split())[:300]}") from error
         own = {"name": self.tasks, "method": entry, "run": None, "resume": False}
         config = {**{k: v for k, v in keys.items() if k not in OWN}, **own}
-        assemble.check({**config, "variant": "both"})
+        assemble.check({**config, "variant": "none"})
         return config
 
     def refuse_what_cannot_run(self) -> None:
@@ -143,9 +157,9 @@ class Study:
         Raises:
             ValueError: one cannot be built, or the tasks lack a split.
         """
-        wanted = {(self.settings[0], rule) for rule in self.rules} | {(s, self.rules[0]) for s in self.settings}
-        for setting, rule in sorted(wanted, key=str):
-            config = self._config(Cell(setting, "iterations", "both", rule), Radii(None, None), 0)
+        some = [Cell(self.settings[0], "iterations", w, r) for r in self.rules for w in self.where if w != "none"]
+        for cell in [*(Cell(s, "iterations", "none", "-") for s in self.settings), *some]:
+            config = self._config(cell, Radii(None, None), 0)
             learner, _ = assemble.build(config, assemble.choose_device(config["device"]))
             missing = [s for s in ("validation", "test") if not learner.has(s)]
             if missing:
@@ -265,9 +279,9 @@ class Study:
             ValueError: the training phase has not ended.
         """
         file = self.folder / "plan.json"
-        if file.exists():
-            planned: Results = json.loads(file.read_text(encoding="utf-8"))
-            return planned
+        old = self._planned(file)
+        if old is not None:
+            return old
         by_cell: dict[Cell, dict[int, float]] = defaultdict(dict)
         for cell, seed, run in self.runs():
             found = study.finished(run)
@@ -295,6 +309,18 @@ class Study:
         }
         write_json(file, planned)
         return planned
+
+    def _planned(self, file: Path) -> Results | None:
+        """The plan in a file, if it is of this very study: one that has grown since needs another."""
+        if not file.exists():
+            return None
+        try:
+            planned: Results = json.loads(file.read_text(encoding="utf-8"))
+            same = (planned["seeds"], planned["tasks"]) == (self.config["seeds"], self.config["test_tasks"])
+            compared = {name_of(cell) for cell in self.cells() if cell.where != "none"}
+            return planned if same and set(planned["detectable"]) == compared else None
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged: remove it, and the same command writes it anew") from error
 
     def _base(self, cell: Cell) -> Cell:
         shared = Cell(cell.setting, "iterations", "none", "-")
@@ -388,6 +414,10 @@ def row_of(cell: Cell, seed: int, config: Config, found: Results, judged: Result
 def run(config: Config) -> None:
     """Do the phases that were asked for."""
     words = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0].lstrip("+") not in OWN]
+    given = [w.lstrip("+~").partition("=")[0] for w in words]
+    for key in ("split", "variant", "run", "resume", "seed", "rule", "rho_low", "rho_up"):
+        if key in given:
+            raise ValueError(f"{key}=... is for the study to set: say where=, rules=, seeds=, grid= or study= instead")
     typed = command.command_line()
     whole = Study(config, words, command.choice("tasks"), typed)
     phases = PHASES if config["phase"] == "all" else (config["phase"],)
@@ -413,8 +443,9 @@ def check(config: Config) -> None:
     for key in ("rules", "noise", "classes"):
         if not isinstance(config[key], list) or not config[key] or len(set(map(str, config[key]))) < len(config[key]):
             raise ValueError(f"expected {key} to be a list of different values, got {key}={config[key]}")
-    if not all(isinstance(n, int | float) and n >= 0 for n in config["noise"]):
-        raise ValueError(f"expected noise to be a list of numbers of at least 0, got noise={config['noise']}")
+    numbers = all(isinstance(n, int | float) and not isinstance(n, bool) and n >= 0 for n in config["noise"])
+    if not numbers or len({f"{n:g}" for n in config["noise"]}) < len(config["noise"]):
+        raise ValueError(f"expected noise to be a list of different numbers of at least 0, got noise={config['noise']}")
     if not all(c == "all" or (isinstance(c, int) and c > 0) for c in config["classes"]):
         raise ValueError(f"expected classes to be a list of numbers, or all, got classes={config['classes']}")
     grid = config["grid"]
@@ -422,6 +453,9 @@ def check(config: Config) -> None:
     if grid is not None and (not fits or len({f"{g:.4g}" for g in grid}) < len(grid)):
         wanted = "a list of different factors above 0 such as [0.01,0.1,1], or null"
         raise ValueError(f"expected grid to be {wanted}, got grid={grid}")
+    margin = config["margin"]
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 < margin < math.inf:
+        raise ValueError(f"expected margin to be a finite number above 0, got margin={margin}")
     for key, least in {"seeds": 1, "tune_seeds": 1, "workers": 1, "shards": 1, "shard": 0}.items():
         if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < least:
             raise ValueError(f"expected {key} to be a whole number of at least {least}, got {key}={config[key]}")

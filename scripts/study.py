@@ -137,10 +137,13 @@ def finished(cell: Cell, file: str = "results.json") -> Results | None:
         _ = results["config"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: remove it, and the same command makes it anew") from error
+    free = set(MAY_CHANGE) - ({"test_tasks"} if file != "results.json" else set())
     old, new = (
-        {k: v for k, v in flatten(c).items() if k not in MAY_CHANGE and not k.startswith(("maml.", "network."))}
+        {k: v for k, v in flatten(c).items() if k not in free and not k.startswith(("maml.", "network."))}
         for c in (results["config"], plain(cell.config))
     )
+    if file != "results.json" and old.pop("test_tasks", None) != new.pop("test_tasks", None):
+        return None  # a measurement on other tasks, to be made again
     differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
     if differing:
         k = differing[0]
@@ -168,6 +171,8 @@ def train(cell: Cell, command: str) -> None:
 def judge(cell: Cell, command: str) -> None:
     """Measure the best weights of a trained cell on test data, into ``test.json``."""
     device = assemble.choose_device(cell.config["device"])
+    if not (cell.folder / "best.pt").exists():
+        raise CheckpointError(f"best.pt is lost: remove {cell.folder}, and the same command trains it anew")
     learner, _ = assemble.build(cell.config, device)
     learner.load_weights(checkpoint.load(cell.folder / "best.pt", map_location=device))
     measured = learner.measure("test")

@@ -141,6 +141,14 @@ def test_axes_are_settings_of_the_tasks(call, tmp_path):
         (["tasks=digits"], "one loop"),
         (["tasks=omniglot_oneshot", "tasks.root=nowhere"], "nowhere"),
         (["iterations=0"], "iterations"),
+        (["rules=[momentum]"], "needs a base optimizer with momentum"),
+        (['rules=[sam,"sam optim.lr=0.5"]'], "optim.lr=0.5 in 'sam optim.lr=0.5' is no key of a rule"),
+        (["noise=[0,0.0]"], "different numbers"),
+        (["noise=[0,0.5]", "tasks.noise=0.3"], "contradict each other"),
+        (["margin=-1"], "margin=-1"),
+        (["margin=abc"], "margin=abc"),
+        (["split=test"], "split=... is for the study to set"),
+        (["variant=low"], "variant=... is for the study"),
     ],
 )
 def test_mistakes(call, words, message):
@@ -158,3 +166,34 @@ def test_a_phase_spread_by_a_launcher(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("s/tuning/*/*/results.json"))) == 4
+
+
+def test_the_baseline_is_that_of_no_rule_and_axes_are_what_runs_have(call, tmp_path):
+    """An entry's keys are its own, and noise is what the runs have, however it was said."""
+    words = ["where=[up]", "modes=[iterations]", "grid=null", "seeds=1", "tasks.noise=0.5", "study=s"]
+    status, _, err = call(*TINY, 'rules=["asam rule.perturb.eta=0.3",momentum]', *words)
+    assert status == 0, err
+    rows = read(tmp_path / "s/study.json")["rows"]
+    assert {(row["where"], row["rule"], row["noise"]) for row in rows} == {
+        ("none", "-", 0.5), ("up", "asam rule.perturb.eta=0.3", 0.5), ("up", "momentum", 0.5),
+    }  # fmt: skip
+    plain = read(tmp_path / "s/noise0.5-classesall/iterations/none/seed1/results.json")["config"]
+    assert plain["rule"]["_target_"] == "metasam.rules.Plain"
+    # more seeds after the test: a new plan, which says that it came late; other test tasks: measured again
+    assert read(tmp_path / "s/plan.json")["written_before_test"] is True
+    grown = [w for w in words if not w.startswith("seeds")]
+    arguments = [w for w in TINY if not w.startswith(("seeds", "test_tasks"))]
+    status, _, err = call(*arguments, 'rules=["asam rule.perturb.eta=0.3",momentum]', *grown, "seeds=2", "test_tasks=9")
+    assert status == 0, err
+    plan = read(tmp_path / "s/plan.json")
+    assert (plan["seeds"], plan["tasks"], plan["written_before_test"]) == (2, 9, False)
+    assert {row["n"] for row in read(tmp_path / "s/study.json")["rows"]} == {9}
+    # what is lost is named
+    (tmp_path / "s/noise0.5-classesall/iterations/none/seed1/best.pt").unlink()
+    (tmp_path / "s/noise0.5-classesall/iterations/none/seed1/test.json").unlink()
+    status, _, err = call(*arguments, 'rules=["asam rule.perturb.eta=0.3",momentum]', *grown, "seeds=2", "test_tasks=9")
+    assert status == 2
+    assert "best.pt is lost: remove" in err
+    (tmp_path / "s/plan.json").write_text("")
+    status, _, err = call(*arguments, 'rules=["asam rule.perturb.eta=0.3",momentum]', *grown, "seeds=2", "test_tasks=9")
+    assert "plan.json is damaged: remove it" in err

@@ -67,7 +67,7 @@ def test_every_option_composes_and_builds(option, monkeypatch):
         with pytest.raises(ValueError, match=f"expected a value for {group}._target_"):
             assemble.check(compose(f"{group}=custom"))
         return
-    variant = "none" if name == "plain" else "both"
+    variant = {"plain": "none", "momentum": "up"}.get(name, "both")
     config = compose(f"{group}={name}", *([] if name in SUPERVISED else [f"variant={variant}"]))
     if name in SUPERVISED:
         monkeypatch.setattr(config["tasks"]["_target_"], small_data)

@@ -839,3 +839,10 @@ def test_an_old_style_weight_norm_is_not_taken_by_vmap():
     learner.meta_loss(Task((x, y), (x, y)))
     assert learner.engine_used == "higher"
     assert "parametrizations.weight_norm" in learner.engine_reason
+
+
+def test_a_rule_that_needs_momentum_is_refused_in_inner_loops_of_one_step_too():
+    for variant in ("low", "both"):
+        with pytest.raises(ValueError, match="MomentumSAM needs a base optimizer with momentum, inner loops have none"):
+            SharpMAML(torch.nn.Linear(1, 1), F.mse_loss, inner_lr=0.1, inner_steps=1, variant=variant, rule="momentum")
+    SharpMAML(torch.nn.Linear(1, 1), F.mse_loss, inner_lr=0.1, inner_steps=1, variant="up", rule="momentum")

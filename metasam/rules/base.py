@@ -62,6 +62,8 @@ class Rule(ABC):
     hyper: ClassVar[tuple[str, ...]] = ()
     clean: ClassVar[bool] = True
     """Whether every step evaluates the training loss at the undisplaced point, where BatchNorm counts its batch."""
+    needs_momentum: ClassVar[bool] = False
+    """Whether it asks the descent for a momentum, which the SGD of inner loops has none of."""
 
     @property
     def slots(self) -> tuple[str, ...]:

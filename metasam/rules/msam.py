@@ -29,6 +29,7 @@ class MomentumSAM(Rule):
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
     clean: ClassVar[bool] = False
+    needs_momentum: ClassVar[bool] = True
 
     rho: Factor = 0.3
     perturb: Perturb = field(default_factory=Steepest)
