@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import hydra
@@ -23,7 +22,6 @@ from hydra.core.hydra_config import HydraConfig
 
 from metasam.configure import Config
 from metasam.scripts import ablation_report, command, study
-from metasam.scripts.compare import FIRST_TUNING_SEED, slug, validation_of
 from metasam.training import assemble, evaluation, metrics, statistics
 from metasam.training.folder import alone, make, write_json
 from metasam.training.trainer import Interrupted
@@ -116,7 +114,7 @@ class Study:
         """The run of a cell with one seed."""
         radii = radii or (Radii(None, None) if cell.where == "none" else self.radii(cell.setting, cell.rule))
         config = self._config(cell, radii, seed)
-        name = cell.where if cell.where == "none" else f"{cell.where}-{slug(cell.rule)}"
+        name = cell.where if cell.where == "none" else f"{cell.where}-{study.slug(cell.rule)}"
         place = f"noise{cell.setting.noise:g}-classes{cell.setting.classes}"
         return study.Cell(self.folder / place / cell.mode / name / f"seed{seed}", config)
 
@@ -177,7 +175,7 @@ class Study:
             if (radius := self._default_radius(rule)) is not None
             for loop in loops
             for factor in self.config["grid"] or ()
-            for seed in range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.config["tune_seeds"])
+            for seed in range(study.FIRST_TUNING_SEED, study.FIRST_TUNING_SEED + self.config["tune_seeds"])
         ]
 
     def _default_radius(self, rule: str) -> float | None:
@@ -189,7 +187,7 @@ class Study:
         """The run of one try."""
         cell = Cell(setting, "iterations", loop, rule)
         run = self.run_of(cell, seed, Radii(radius, radius))
-        name = f"{loop}-{slug(rule)}-rho{radius:.4g}-seed{seed}"
+        name = f"{loop}-{study.slug(rule)}-rho{radius:.4g}-seed{seed}"
         return study.Cell(self.folder / "tuning" / run.folder.parents[2].name / name, run.config)
 
     def tuning(self) -> list[Results]:
@@ -204,15 +202,10 @@ class Study:
             found = study.finished(run)
             if found is None and not (run.folder / study.DIVERGED).exists():
                 raise ValueError(f"expected the tuning phase to have ended, {run.folder} has no results: phase=tune")
-            rows[setting, rule, loop][radius].append(-math.inf if found is None else validation_of(found))
+            rows[setting, rule, loop][radius].append(-math.inf if found is None else study.validation_of(found))
         table = []
         for (setting, rule, loop), tried in rows.items():
-            if all(-math.inf in values for values in tried.values()):
-                raise ValueError(
-                    f"{rule} in the {loop} loop diverges with every radius of grid={self.config['grid']}: "
-                    "lower the grid, inner.lr or optim.lr"
-                )
-            best = max(tried, key=lambda radius: (fmean(tried[radius]), -radius))
+            best = study.best_radius(tried, f"{rule} in the {loop} loop", self.config["grid"])
             for radius, values in tried.items():
                 table.append(
                     {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +33,6 @@ SHARED = (
     "tasks.path", "tasks.test", "tasks.validation", "tasks.split_seed", "ways", "shots", "queries", "tasks_per_batch",
 )  # fmt: skip
 """Keys that all entries of ``rules`` have alike: the cost of a step, how many there are, what they are judged on."""
-
-FIRST_TUNING_SEED = 1001
 
 Results = dict[str, Any]
 
@@ -82,7 +79,7 @@ def check(config: Config) -> None:
     rules, grid = config["rules"], config["grid"]
     if not isinstance(rules, list) or not rules or not all(isinstance(r, str) and r for r in rules):
         raise ValueError(f"expected rules to be a list such as [plain,sam,asam], got rules={rules}")
-    if len(set(map(slug, rules))) < len(rules):
+    if len(set(map(study.slug, rules))) < len(rules):
         raise ValueError(f"expected every entry of rules once, with a folder name of its own, got rules={rules}")
     fits = isinstance(grid, list) and grid and all(isinstance(g, int | float) and 0 < g < math.inf for g in grid)
     if fits and len({f"{g:.4g}" for g in grid}) < len(grid):
@@ -145,11 +142,11 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
         (rival.label, rival.radius * factor, seed, rival.config)
         for rival in tuned
         for factor in own["grid"]
-        for seed in range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + own["tune_seeds"])
+        for seed in range(study.FIRST_TUNING_SEED, study.FIRST_TUNING_SEED + own["tune_seeds"])
         if rival.radius is not None
     ]
     cells = [
-        study.Cell(folder / "tuning" / slug(label) / f"rho{radius:.4g}-seed{seed}",
+        study.Cell(folder / "tuning" / study.slug(label) / f"rho{radius:.4g}-seed{seed}",
                    {**_with_radius(config, radius), "seed": seed, "split": "validation"})
         for label, radius, seed, config in tries
     ]  # fmt: skip
@@ -159,28 +156,12 @@ def _tune(rivals: Sequence[Rival], own: Config, folder: Path, typed: str) -> dic
         rows = radii[label]
         if not rows or rows[-1]["rho"] != radius:
             rows.append({"rho": radius, "validation": []})
-        rows[-1]["validation"].append(validation_of(found))
+        rows[-1]["validation"].append(study.validation_of(found))
     for label, rows in radii.items():
-        if all(-math.inf in row["validation"] for row in rows):
-            raise ValueError(f"{label} diverges with every radius of grid={own['grid']}: lower the grid, or optim.lr")
-        best = max(rows, key=lambda row: (fmean(row["validation"]), -row["rho"]))
+        best = study.best_radius({row["rho"]: row["validation"] for row in rows}, label, own["grid"])
         for row in rows:
-            row["chosen"] = row is best
+            row["chosen"] = row["rho"] == best
     return radii
-
-
-def validation_of(results: Results | study.Failure) -> float:
-    """What a radius is chosen by, the larger the better; a run that diverged loses.
-
-    Raises:
-        ValueError: it failed in another way, which says nothing about its radius.
-    """
-    if isinstance(results, study.Failure):
-        if not results.diverged:
-            raise ValueError(f"a tuning run failed: {results.reason}; the same command goes on")
-        return -math.inf
-    accuracy = results.get("validation_accuracy")
-    return accuracy if accuracy is not None else -results["validation_loss"]
 
 
 def chosen(radii: dict[str, list[Results]], label: str) -> float | None:
@@ -197,7 +178,7 @@ def _final(
         for rival in rivals:
             radius = chosen(radii, rival.label)
             config = rival.config if radius is None else _with_radius(rival.config, radius)
-            cells.append(study.Cell(folder / slug(rival.label) / f"seed{seed}", {**config, "seed": seed}))
+            cells.append(study.Cell(folder / study.slug(rival.label) / f"seed{seed}", {**config, "seed": seed}))
     results = study.run(cells, workers=own["workers"], title="runs", command=typed)
     for cell, found in zip(cells, results, strict=True):
         if isinstance(found, study.Failure):
@@ -316,14 +297,9 @@ def write(
 
 
 def _name(task: str, rules: Sequence[str]) -> str:
-    name = "-".join([task, *map(slug, rules)])
+    name = "-".join([task, *map(study.slug, rules)])
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return name if len(name) <= 80 else f"{name[:70]}-{digest}"
-
-
-def slug(label: str) -> str:
-    """A label as the name of a folder."""
-    return re.sub(r"[^\w.=+-]+", "_", label)
 
 
 def main() -> None:

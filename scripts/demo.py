@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import hydra
 
 from metasam.configure import Config
-from metasam.scripts import tables
+from metasam.scripts import study, tables
 from metasam.scripts.command import plain_config
 from metasam.scripts.memory import keep_freed_memory
 from metasam.training import assemble, metrics, plots, progress
@@ -39,16 +38,10 @@ def compose(*overrides: str) -> Config:
         return plain_config(hydra.compose("train", ["experiment=demo", *overrides]))
 
 
-def prepare(parent: int) -> None:
-    """Set a worker up: it keeps its memory, and ends with the process that started it, however that ends."""
+def prepare() -> None:
+    """Set a worker up: it keeps its memory, and ends with the process that started it."""
     keep_freed_memory()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    study.end_with_parent()
 
 
 def train(config: Config, folder: Path) -> dict[str, Any]:
@@ -100,7 +93,7 @@ def main() -> None:
         file=sys.stderr,
     )
     os.environ["OMP_NUM_THREADS"] = "1"  # before the workers start
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare) as pool:
         running = {job: pool.submit(train, config, _folder(folder, job)) for job, config in jobs.items()}
         try:
             _watch(folder, running, example["iterations"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from metasam import checkpoint
@@ -100,7 +103,7 @@ def run(
                     i = todo.pop(0)
                     ours, theirs = context.Pipe(duplex=False)
                     # not a daemon: it must live to save its run when we are interrupted
-                    process = context.Process(target=_work, args=(job or train, cells[i], command, theirs, os.getpid()))
+                    process = context.Process(target=_work, args=(job or train, cells[i], command, theirs))
                     process.start()
                     theirs.close()
                     running[ours] = i, process
@@ -179,9 +182,9 @@ def judge(cell: Cell, command: str) -> None:
     write_json(cell.folder / "test.json", {**measured, "command": command, "config": plain(cell.config)})
 
 
-def _work(job: Job, cell: Cell, command: str, pipe: Connection, parent: int) -> None:
+def _work(job: Job, cell: Cell, command: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everyone; the parent tells us to stop
-    _end_with(parent)
+    end_with_parent()  # of a fork server, which ends with the study
     keep_freed_memory()
     assemble.set_threads(1)
     try:
@@ -194,25 +197,16 @@ def _work(job: Job, cell: Cell, command: str, pipe: Connection, parent: int) -> 
         pipe.close()
 
 
-def _end_with(parent: int) -> None:
-    """End when the study's process does, however that ends; the last checkpoint is there to continue from."""
+def end_with_parent() -> None:
+    """End when the process that started this one does, however that ends; there is a checkpoint to continue from."""
+    parent = os.getppid()
 
     def watch() -> None:
-        while _alive(parent):
+        while os.getppid() == parent:
             time.sleep(1)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _heard(pipe: Connection) -> str:
@@ -220,3 +214,39 @@ def _heard(pipe: Connection) -> str:
         return str(pipe.recv())
     except EOFError:
         return ""
+
+
+# -- choosing a radius ---------------------------------------------------------------------------------------------
+
+FIRST_TUNING_SEED = 1001
+"""Tuning runs have seeds of their own, from this one on."""
+
+
+def validation_of(results: Results | Failure) -> float:
+    """What a radius is chosen by, the larger the better; a run that diverged loses.
+
+    Raises:
+        ValueError: it failed in another way, which says nothing about its radius.
+    """
+    if isinstance(results, Failure):
+        if not results.diverged:
+            raise ValueError(f"a tuning run failed: {results.reason}; the same command goes on")
+        return -math.inf
+    accuracy = results.get("validation_accuracy")
+    return accuracy if accuracy is not None else -results["validation_loss"]
+
+
+def best_radius(tried: Mapping[float, Sequence[float]], who: str, grid: Sequence[float]) -> float:
+    """The radius whose `validation_of` is best in the mean over seeds, the smallest of several.
+
+    Raises:
+        ValueError: runs diverge with each of them.
+    """
+    if all(-math.inf in values for values in tried.values()):
+        raise ValueError(f"{who} diverges with every radius of grid={grid}: lower the grid, inner.lr or optim.lr")
+    return max(tried, key=lambda radius: (fmean(tried[radius]), -radius))
+
+
+def slug(label: str) -> str:
+    """A label as the name of a folder."""
+    return re.sub(r"[^\w.=+-]+", "_", label)

@@ -196,9 +196,11 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         """Write the learning curve and the results of the best weights."""
-        if not self._best_is_there():  # without validation data the last weights count
+        best = self._load_best()
+        if best is None:  # without validation data the last weights count
             self.record = {"iteration": self.iteration}
             checkpoint.save(self._payload(slim=True), self.best)
+            best = checkpoint.load(self.best, map_location=self.device)
         costs = {
             "seconds": round(self.seconds, 1),
             "gradient_evaluations": self.learner.gradient_evaluations,
@@ -212,7 +214,7 @@ class Trainer:
         split = next(s for s in SPLITS[SPLITS.index(self.split) :] if self.learner.has(s))
         self._say(f"measuring the weights of iteration {self.record['iteration']} on the {split} split")
         last = self.learner.measure(split) if self.learner.judges_last else {}
-        self.learner.load_weights(checkpoint.load(self.best, map_location=self.device))
+        self.learner.load_weights(best)
         measured = self.learner.measure(split)
         quantity = "accuracy" if "accuracy" in measured else "loss"
         results: dict[str, Any] = {
@@ -241,16 +243,15 @@ class Trainer:
         found = self.learner.sharpness(split, rho=asked.rho, samples=asked.samples, tasks=asked.tasks)
         return _known(found)
 
-    def _best_is_there(self) -> bool:
+    def _load_best(self) -> dict[str, Any] | None:
         if not self.record:
-            return False
+            return None
         try:
-            checkpoint.load(self.best)
+            return checkpoint.load(self.best, map_location=self.device)
         except (CheckpointError, FileNotFoundError) as error:
             reason = "is not there" if isinstance(error, FileNotFoundError) else "cannot be read"
             self._say(f"{self.best} {reason}: the last weights are measured in place of the best")
-            return False
-        return True
+            return None
 
     def _payload(self, *, slim: bool = False) -> dict[str, Any]:
         """What a checkpoint holds; a slim one is enough to use the weights, not to continue."""
