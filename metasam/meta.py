@@ -89,13 +89,18 @@ class SharpMAML:
         rho_up: radius of the outer rule.
         first_order: take inner gradients as constants (FOMAML).
         engine: "higher" (task by task; any model), "vmap" (all tasks at once; much faster on small networks), or
-            "auto": vmap if the model allows. `engine_used` and `engine_reason` tell which it took.
+            "auto": vmap if the model allows and is small enough to gain. `engine_used` and `engine_reason` tell which
+            it took. "traced" and "compiled" are vmap whose meta-gradient is written down once, in seconds, and compiled
+            to machine code, in minutes; then steps are faster (`metasam.inner.traced`).
         through: differentiate through the inner eps. None: as the rule says (yes, as the released code does).
         reuse_inner_eps: "both" only: the pass at ``w + eps`` reuses the inner displacements found at w (eq. 14 of the
             paper) instead of recomputing them as the released code does. Cheaper, and another algorithm.
         inner_params: glob patterns of the parameters that adapt, e.g. ``["head.*"]`` (ANIL). None: all.
         batchnorm: "batch", "per_step" or "frozen", see `metasam.batchnorm.POLICIES`.
-        chunk_size: tasks whose graph is alive at once in `step`; None: all for vmap, one for higher.
+        chunk_size: tasks whose graph is alive at once in `step`, in each worker; None: all for vmap, one for higher.
+        workers: threads that share the tasks on a CPU, each with one thread an operation: `metasam.inner.threads`.
+            "auto": as many as torch has for an operation, if the engine is higher and the model draws no random
+            numbers.
 
     Raises:
         ValueError: a setting out of range, a model without trainable parameters, patterns that match nothing.
@@ -129,6 +134,7 @@ class SharpMAML:
         inner_params: Sequence[str] | None = None,
         batchnorm: str = "batch",
         chunk_size: int | None = None,
+        workers: int | str = "auto",
     ) -> None:
         _check_model(model)
         if not callable(loss_fn):
@@ -138,9 +144,11 @@ class SharpMAML:
         _check_count("inner_steps", inner_steps)
         if chunk_size is not None:
             _check_count("chunk_size", chunk_size)
+        if workers != "auto":
+            _check_count("workers", workers)
         if inner_params is not None and (isinstance(inner_params, str) or not inner_params):
             raise ValueError(f"expected inner_params to be a list of patterns, got {inner_params!r}: e.g. ['head.*']")
-        _check_choice("engine", engine, ("auto", *inner.ENGINES))
+        _check_choice("engine", engine, ("auto", *inner.ENGINES, *inner.TRACED))
         _check_choice("batchnorm", batchnorm, norms.POLICIES)
         sharp_low, sharp_up = _sharp_slots(variant, inner_rule, outer_rule)
         self.variant = next(name for name, where in VARIANTS.items() if where == (sharp_low, sharp_up))
@@ -151,7 +159,9 @@ class SharpMAML:
         self.outer_rule = _slot(sharp_up, outer_rule or rule, "rho_up", rho_up, None)
         if reuse_inner_eps and self.variant != "both":
             raise ValueError(f"reuse_inner_eps needs variant='both', got variant={self.variant!r}")
-        self.model, self.engine, self.chunk_size = model, engine, chunk_size
+        if reuse_inner_eps and engine in inner.TRACED:
+            raise ValueError(f"reuse_inner_eps needs engine 'higher', 'vmap' or 'auto', got engine={engine!r}")
+        self.model, self.engine, self.chunk_size, self.workers = model, engine, chunk_size, workers
         self.inner_params = None if inner_params is None else list(inner_params)
         self.loop = inner.InnerLoop(
             model,
@@ -174,6 +184,9 @@ class SharpMAML:
         self.inner_rule.init({k: p for k, p in model.named_parameters() if k in self.loop.adapted})
         self.engine_used: str | None = None
         self.engine_reason: str | None = None
+        self.workers_used = 1
+        self.workers_reason: str | None = None
+        self.graphs = inner.Graphs(engine == "compiled") if engine in inner.TRACED else None
         self.gradient_evaluations = 0.0
         self.steps = 0
         self.last: Step | None = None
@@ -265,17 +278,20 @@ class SharpMAML:
         def closure(part: Part | None = None) -> Tensor:
             chunks = list(_chunks(batches, size, part))
             total = sum(len(numbers) for numbers, _ in chunks)
-            losses, hits = [], []
+            jobs = []
             for numbers, chunk in chunks:
                 loop = dataclasses.replace(self.loop, stream=self.steps, numbers=[first + n for n in numbers])
                 known = [displacements[n] for n in numbers if n in displacements]
                 given = [tree.stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
-                found = self._adapt(loop, chunk, given=given)
-                if self.loop.keep_eps and not given:
+                jobs.append(self._job(loop, chunk, given))
+            losses, hits = [], []
+            results = inner.backward(
+                self._engine, self._params(), jobs, total, workers=self.workers_used, graphs=self.graphs
+            )
+            for (numbers, chunk), job, found in zip(chunks, jobs, results, strict=True):
+                if self.loop.keep_eps and not job.given:
                     for row, n in enumerate(numbers):
                         displacements[n] = [{k: v[row] for k, v in eps.items()} for eps in found.eps]
-                if torch.is_grad_enabled():
-                    (found.loss.sum() / total).backward()
                 losses.append(found.loss.detach())
                 hits += [h for h in [_accuracy(found, chunk)] if h is not None]
             accuracies.append(float(torch.cat(hits).mean()) if hits else None)
@@ -338,13 +354,18 @@ class SharpMAML:
         hits: list[Tensor] = []
         with torch.no_grad():
             for given in [tasks] if isinstance(tasks, Task) else ([task] for task in tasks):
-                for part in self._batches(given):
-                    first = sum(map(len, losses))
-                    numbered = dataclasses.replace(loop, numbers=range(first, first + _size(part)))
-                    with self._ready(loop, part):
-                        found = self._adapt(numbered, part)
-                    losses.append(found.loss.double().cpu())
-                    hits += [h.double().cpu() for h in [_accuracy(found, part)] if h is not None]
+                for batch in self._batches(given):
+                    with self._ready(loop, batch):
+                        chunks = list(_chunks([batch], -(-_size(batch) // self.workers_used), None))
+                        first = sum(map(len, losses))
+                        jobs = [
+                            self._job(dataclasses.replace(loop, numbers=[first + n for n in numbers]), chunk)
+                            for numbers, chunk in chunks
+                        ]
+                        results = inner.backward(self._engine, self._params(), jobs, 1, workers=self.workers_used)
+                        for (_, chunk), found in zip(chunks, results, strict=True):
+                            losses.append(found.loss.double().cpu())
+                            hits += [h.double().cpu() for h in [_accuracy(found, chunk)] if h is not None]
         if not losses:
             raise ValueError("expected at least one task to evaluate, got none")
         judged = torch.cat(hits or losses)
@@ -507,16 +528,26 @@ class SharpMAML:
                 if self.engine_used is None:
                     self._classes = inner.classes(loop, self._params(), batch)
                     self._check_labels(batch)
-                    self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
+                    given = loop, self._params(), batch
+                    engine, self.engine_reason = inner.choose(self.engine, *given)
+                    self.workers_used, self.workers_reason = inner.workers(self.workers, engine, *given)
+                    self.engine_used = engine
                 yield
         finally:
             for module, was_training in modes:
                 module.training = was_training
 
-    def _adapt(self, loop: inner.InnerLoop, batch: Task, given: Sequence[Params] = ()) -> inner.Adapted:
+    def _adapt(self, loop: inner.InnerLoop, batch: Task) -> inner.Adapted:
+        job = self._job(loop, batch)
+        return self._engine(job.loop, self._params(), job.tasks)
+
+    def _job(self, loop: inner.InnerLoop, batch: Task, given: Sequence[Params] = ()) -> inner.Job:
         self._check_labels(batch)
-        loop = dataclasses.replace(loop, adapted=self._adapted())
-        return inner.ENGINES[self.engine_used or "higher"](loop, self._params(), batch, given)
+        return inner.Job(dataclasses.replace(loop, adapted=self._adapted()), batch, given)
+
+    @property
+    def _engine(self) -> inner.Engine:
+        return inner.ENGINES["vmap" if self.engine_used in inner.TRACED else self.engine_used or "higher"]
 
     def _params(self) -> Params:
         return dict(self.model.named_parameters())
@@ -537,7 +568,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"expected a model with trainable parameters, {type(model).__name__} has {have}")
 
 
-def _check_count(name: str, value: int) -> None:
+def _check_count(name: str, value: int | str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"expected {name} to be an integer >= 1, got {name}={value!r}")
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from . import higher, vmap
+from .backward import Job as Job
+from .backward import backward as backward
 from .choose import check_labels as check_labels
 from .choose import choose as choose
 from .choose import classes as classes
+from .choose import workers as workers
 from .loop import Adapted as Adapted
 from .loop import Engine as Engine
 from .loop import InnerLoop as InnerLoop
 from .loop import differentiable as differentiable
+from .traced import Graphs as Graphs
 
 ENGINES: dict[str, Engine] = {"higher": higher.run, "vmap": vmap.run}
+
+TRACED = ("traced", "compiled")
+"""Engines that are vmap but for gradients, see `metasam.inner.traced`."""

@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
-from . import higher, vmap
+from . import higher, threads, vmap
 from .loop import InnerLoop
 
 
@@ -17,22 +18,83 @@ def choose(wanted: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[s
     """The engine to use and why, tried on the first task of ``batch``.
 
     Args:
-        wanted: "higher", "vmap" or "auto" (vmap where the model allows).
+        wanted: an engine, or "auto": vmap where the model allows and it is the faster one.
         loop: the inner loop.
         params: all parameters of the model.
         batch: tasks with a leading task dimension.
 
     Raises:
-        ValueError: vmap was asked for and cannot take the model; the message names the module.
+        ValueError: another engine than higher was asked for and cannot take the model; the message names the module.
     """
     if wanted == "higher":
         return "higher", "as asked"
     against = _known(loop) or _trial(loop, params, batch.map(lambda t: t[:1]))
-    if against and wanted == "vmap":
-        raise ValueError(f"engine='vmap' cannot take this model: {against}")
+    if wanted != "auto":
+        if against:
+            raise ValueError(f"engine={wanted!r} cannot take this model: {against}")
+        return wanted, "as asked"
     if against:
         return "higher", against
-    return "vmap", "as asked" if wanted == "vmap" else "the model allows it"
+    work = 0 if batch.support[0].device.type != "cpu" else _work(loop, params, batch)
+    if work > WIDE:
+        return "higher", f"{work / 1e6:.0f} million operations a support set are too long to gain from vmap on a CPU"
+    return "vmap", "the model allows it"
+
+
+WIDE = 20_000_000
+"""Floating point operations of a support set's forward above which a CPU is not faster with all tasks at once.
+
+vmap saves dispatching, but turns the convolutions of tasks into grouped ones, which are slower than many plain ones.
+"""
+
+
+def _work(loop: InnerLoop, params: Params, batch: Task) -> int:
+    """Floating point operations of the convolutions and matrix products in one forward over one support set."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+        loop.forward(params, batch.support[0][0], step=0, clean=False)
+    return counter.get_total_flops()
+
+
+def workers(wanted: int | str, engine: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[int, str]:
+    """How many threads share the tasks, and why.
+
+    Args:
+        wanted: how many, or "auto": as many as torch has for an operation, where tasks can be shared.
+        engine: the engine that `choose` took.
+        loop: the inner loop.
+        params: all parameters of the model.
+        batch: tasks with a leading task dimension.
+
+    Raises:
+        ValueError: several were asked for and tasks cannot be shared.
+    """
+    if wanted == 1 or (wanted == "auto" and torch.get_num_threads() == 1):
+        return 1, "as asked" if wanted == 1 else "torch has one thread"
+    if engine != "higher":
+        return 1, f"engine={engine!r} runs all tasks at once"
+    against = _unshareable(loop, params, batch)
+    if against and wanted != "auto":
+        raise ValueError(f"workers={wanted} cannot share the tasks: {against}")
+    if against:
+        return 1, against
+    return (torch.get_num_threads(), "as many as torch has") if wanted == "auto" else (int(wanted), "as asked")
+
+
+def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
+    if batch.support[0].device.type != "cpu":
+        return "threads are for the CPU; use workers=1"
+    if loop.per_step is not None:
+        return "batchnorm='per_step' collects statistics task after task; use workers=1, or batchnorm='batch'"
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        loop.forward(params, batch.support[0][0], step=0, clean=False)
+        if not torch.equal(before, torch.get_rng_state()):
+            return "the model draws random numbers, whose order threads would change; use workers=1"
+    try:
+        threads.twin(loop.model)
+    except Exception as error:  # whatever a user's module raises when it is copied
+        return f"the model cannot be copied ({type(error).__name__}: {error}); use workers=1"
+    return None
 
 
 def _known(loop: InnerLoop) -> str | None:

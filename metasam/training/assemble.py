@@ -102,8 +102,8 @@ def _refuse(config: Config, why: str, *keys: str) -> None:
 
 FEW_SHOT: Config = {
     "ways": 5, "shots": 1, "queries": 5, "inner.lr": 0.4, "inner.steps": 1, "inner.params": None, "first_order": False,
-    "reuse_inner_eps": False, "batchnorm": "batch", "engine": "auto", "chunk_size": None, "tasks_per_batch": 16,
-    "validation_tasks": 200, "test_tasks": 600,
+    "reuse_inner_eps": False, "batchnorm": "batch", "engine": "auto", "workers": "auto", "chunk_size": None,
+    "tasks_per_batch": 16, "validation_tasks": 200, "test_tasks": 600,
 }  # fmt: skip
 """Keys of ``configs/train.yaml`` that play no part in a supervised run, with their values there."""
 
@@ -229,7 +229,7 @@ def learner_node(config: Config, family: TaskFamily) -> Config:
         "inner_steps": inside["steps"],
         "inner_params": inside["params"],
         "variant": config["variant"],
-        **{k: config[k] for k in ("first_order", "reuse_inner_eps", "batchnorm", "engine", "chunk_size")},
+        **{k: config[k] for k in ("first_order", "reuse_inner_eps", "batchnorm", "engine", "chunk_size", "workers")},
     }
     if config["variant"] in ("low", "both"):
         node["inner_rule"] = _rule(config, "inner", "rho_low")
@@ -410,7 +410,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reuse_inner_eps": _SWITCH,
     "resume": _SWITCH,
     "batchnorm": _one_of("batch", "per_step", "frozen"),
-    "engine": _one_of("auto", "higher", "vmap"),
+    "engine": _one_of("auto", "higher", "vmap", "traced", "compiled"),
+    "workers": (lambda v: v == "auto" or _whole(1)(v), "a whole number of at least 1, or auto"),
     "chunk_size": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
     "threads": (_or_null(_whole(1)), "a whole number of at least 1, or null"),
     "run": (lambda v: v != "", "a folder, or null"),

@@ -203,8 +203,9 @@ class FewShot:
         self.maml.load_state_dict(state["maml"])
 
     def facts(self) -> dict[str, Any]:
-        """The engine."""
-        return {"engine": self.maml.engine_used}
+        """The engine, the threads that shared the tasks, and how long an engine took to make its graphs."""
+        graphs = {} if self.maml.graphs is None else {"graph_seconds": round(self.maml.graphs.seconds, 1)}
+        return {"engine": self.maml.engine_used, "workers": self.maml.workers_used, **graphs}
 
     def title(self, config: Config) -> str:
         """Tasks, variant and seed."""

@@ -28,7 +28,8 @@ from .diagnose import Diagnostics
 from .learner import Learner, Measured
 
 MAY_CHANGE = (
-    "method", "test_tasks", "device", "threads", "run", "resume", "tasks.root", "tasks.path", "tasks.download",
+    "method", "test_tasks", "device", "threads", "workers", "run", "resume",
+    "tasks.root", "tasks.path", "tasks.download",
     "diagnostics.congruence", "diagnostics.sharpness", "diagnostics.rho", "diagnostics.samples", "diagnostics.tasks",
 )  # fmt: skip
 """Keys of the config that may differ when a run is continued: they change where it runs and what is measured of it,

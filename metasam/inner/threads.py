@@ -1,0 +1,92 @@
+"""Tasks side by side in threads of one process.
+
+Tasks meet only in the sum of their gradients, so each of N threads adapts its own, with one thread an operation: on two
+cores that is faster than two threads an operation, as small convolutions are too short to share. Every thread calls
+a copy of the module, since ``functional_call`` puts a task's parameters into the module for the time of a call; the
+copies share every tensor with it. Results come back in the order of the tasks and are summed in it, so that their
+bits do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from .loop import InnerLoop
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of the modules, and of what else they hold, around the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in tensors})
+
+
+def run(
+    loop: InnerLoop, work: Callable[[InnerLoop, Given], Result], items: Sequence[Given], workers: int
+) -> Iterator[Result]:
+    """``work(loop, item)`` of each item, in their order, ``workers`` at a time.
+
+    ``work`` is given a loop around a copy of the model, which no other thread calls meanwhile. At most ``2 workers``
+    results wait at a time. Counts arrive in ``loop.counts`` with the results.
+    """
+    operations = torch.get_num_threads()
+    free: SimpleQueue[InnerLoop] = SimpleQueue()
+    for _ in range(workers):
+        free.put(dataclasses.replace(loop, model=twin(loop.model)))
+    inherit = _inherit()
+
+    def one(item: Given, counts: defaultdict[str, float]) -> Result:
+        own = free.get()
+        try:
+            with inherit():
+                return work(dataclasses.replace(own, counts=counts), item)
+        finally:
+            free.put(own)
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="metasam", initializer=torch.set_num_threads, initargs=(1,))
+    waiting: list[tuple[Future[Result], defaultdict[str, float]]] = []
+    ahead = iter(items)
+
+    def submit(number: int) -> None:
+        for item in itertools.islice(ahead, number):
+            counts: defaultdict[str, float] = defaultdict(float)
+            waiting.append((pool.submit(one, item, counts), counts))
+
+    try:
+        submit(2 * workers)
+        while waiting:
+            future, counts = waiting.pop(0)
+            result = future.result()
+            for k, v in counts.items():
+                loop.counts[k] += v
+            yield result
+            submit(1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(operations)  # the threads' setting became that of threads to come, and of MKL
+
+
+def _inherit() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What torch keeps a thread: whether gradients are recorded, and autocast."""
+    grad = torch.is_grad_enabled()
+    cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    @contextlib.contextmanager
+    def within() -> Iterator[None]:
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=cast):
+            yield
+
+    return within

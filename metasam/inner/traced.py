@@ -1,0 +1,173 @@
+"""A meta-gradient as one graph of tensor operations, traced once and replayed without autograd, vmap and rules.
+
+What one call of the vmap engine and the backward after it do is always the same sequence of operations: ``make_fx``
+writes it down, second derivatives and all. Replaying it saves dispatching; ``torch.compile`` makes machine code of it.
+The graph takes parameters, tasks and a weight for each task, so that a smaller batch is run with repeated tasks of
+weight 0: one graph serves any number of tasks up to the one that it was traced with.
+
+Numbers that Python holds are constants of a graph: a learner traces again when a setting, a shape, a mode or autocast
+changes, and refuses what draws random numbers. The first result of every graph is held against the engine's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..types import Params, Task
+from . import vmap
+from .loop import Adapted, InnerLoop
+
+
+@dataclasses.dataclass
+class Graph:
+    """A traced meta-gradient, for ``tasks`` tasks."""
+
+    call: Callable[..., Any]
+    tasks: int
+    counts: dict[str, float]
+    """Evaluations that a call stands for, a task."""
+    rule: object
+    """Kept, since the graph is found by its id."""
+
+
+class Graphs:
+    """The graphs of one learner, made as they are needed.
+
+    Args:
+        compiled: make machine code of each (a minute or two, and a C++ compiler; torch caches it on disk), not only a
+            list of operations (seconds).
+    """
+
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
+        self.seconds = 0.0
+        self._graphs: defaultdict[Hashable, list[Graph]] = defaultdict(list)
+
+    def __reduce__(self) -> tuple[type[Graphs], tuple[bool]]:
+        return Graphs, (self.compiled,)  # a copy makes its own
+
+    def __call__(self, loop: InnerLoop, params: Params, tasks: Task, share: float) -> tuple[Adapted, Params]:
+        """Losses and outputs of the tasks, and the gradient of ``share`` times the sum of their losses.
+
+        Raises:
+            ValueError: the model or the rule draws random numbers while it adapts.
+            RuntimeError: it could not be traced or compiled, or a graph does not compute what the engine does.
+        """
+        count = len(tasks.support[1])
+        known = self._graphs[_key(loop, params, tasks)]
+        graph = next((g for g in known if g.tasks >= count), None)
+        if graph is None:
+            start = time.perf_counter()
+            graph = self._made(loop, params, tasks)
+            self.seconds += time.perf_counter() - start
+            known.append(graph)
+        rows = torch.arange(graph.tasks, device=tasks.support[1].device)
+        padded = tasks if count == graph.tasks else tasks.map(lambda t: t[rows % count])
+        loss, output, *grads = graph.call(*_inputs(params, padded, share * (rows < count).double()))
+        for k, v in graph.counts.items():
+            loop.counts[k] += v * count
+        found = Adapted(loss[:count], () if output is None else output[:count], {}, [])
+        return found, {k: g for k, g in zip(_wanted(params), grads, strict=True) if g is not None}
+
+    def _made(self, loop: InnerLoop, params: Params, tasks: Task) -> Graph:
+        counts: defaultdict[str, float] = defaultdict(float)
+        count = len(tasks.support[1])
+        inputs = _inputs(params, tasks, torch.full((count,), 1 / count, dtype=torch.float64))
+        function = _whole(dataclasses.replace(loop, counts=counts), params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch has to say of its own choices
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    wanted = function(*inputs)
+                    counts.clear()
+                    traced: Any = make_fx(function)(*inputs)
+                random = {str(n.target) for n in traced.graph.nodes if _is_random(n.target)}
+                if random:
+                    raise ValueError(
+                        f"expected a model and a rule that draw no random numbers while they adapt, got "
+                        f"{', '.join(sorted(random))}: use engine='vmap'"
+                    )
+                call = _without_autograd(torch.compile(traced, dynamic=False) if self.compiled else traced)
+                found = call(*inputs)
+            except (RuntimeError, NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
+                what, instead = ("compiled", "traced") if self.compiled else ("traced", "vmap")
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                raise RuntimeError(
+                    f"the inner loop of this model could not be {what} ({reason[0]}): use engine={instead!r}"
+                ) from error
+        _check(found, wanted)
+        return Graph(call, count, {k: v / count for k, v in counts.items()}, loop.rule)
+
+
+def _whole(loop: InnerLoop, params: Params) -> Callable[..., list[Tensor | None]]:
+    """What a graph is of: losses, outputs and gradients as a function of tensors alone."""
+
+    def whole(*inputs: Tensor) -> list[Tensor | None]:
+        *values, sx, sy, qx, qy, weights = inputs
+        leaves = {
+            k: v.detach().requires_grad_(p.requires_grad) for (k, p), v in zip(params.items(), values, strict=True)
+        }
+        with torch.enable_grad():
+            found = vmap.run(loop, leaves, Task((sx, sy), (qx, qy)))
+            value = (found.loss * weights).sum()
+        grads = torch.autograd.grad(value, [leaves[k] for k in _wanted(params)], allow_unused=True)
+        return [found.loss.detach(), found.output.detach() if isinstance(found.output, Tensor) else None, *grads]
+
+    return whole
+
+
+def _wanted(params: Params) -> list[str]:
+    return [k for k, p in params.items() if p.requires_grad]
+
+
+def _inputs(params: Params, tasks: Task, weights: Tensor) -> list[Tensor]:
+    first = next(iter(params.values()))
+    weights = weights.to(first.device, torch.promote_types(first.dtype, torch.float32))
+    return [*(p.detach() for p in params.values()), *tasks.support, *tasks.query, weights]
+
+
+def _key(loop: InnerLoop, params: Params, tasks: Task) -> Hashable:
+    """Everything that a graph holds as a constant, but what the model's own Python does."""
+    kind = tasks.support[0].device.type
+    return (
+        *(id(loop.rule), loop.lr, loop.steps, loop.adapted, loop.first_order, loop.policy),
+        *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
+        *((p.shape, p.dtype, p.device, p.requires_grad) for p in params.values()),
+        *(m.training for m in loop.model.modules()),
+        *(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+    )
+
+
+def _is_random(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _without_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
+    def within(*inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return call(*inputs)
+
+    return within
+
+
+def _check(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+    """Raise RuntimeError if a graph disagrees with the engine by more than rounding can."""
+    pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if f is not None and w is not None]
+    size = math.sqrt(sum(float(w.double().square().sum()) for _, w in pairs))
+    off = math.sqrt(sum(float((f.double() - w.double()).square().sum()) for f, w in pairs))
+    double = all(w.dtype == torch.float64 for _, w in pairs)
+    if math.isfinite(size) and not off <= (1e-8 if double else 1e-2) * size:
+        raise RuntimeError(
+            f"the traced inner loop gives other losses and gradients than the engine (off by {off / size:.1e} of their "
+            "size): does the model's forward keep something in Python? use engine='vmap'"
+        )
