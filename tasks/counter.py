@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,7 +47,13 @@ def task_keys(seed: int, stream: int, tasks: Sequence[int] | Tensor) -> Tensor:
         numbers = numbers.long()
     if numbers.ndim != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool or (numbers < 0).any():
         raise ValueError(f"expected a flat sequence of task numbers >= 0, got {tasks!r}")
-    return fold(fold(torch.tensor(_word(seed)), stream), numbers.long())
+    return _mix(_stream(seed, stream) + numbers.long() * _GOLDEN)  # fold(key of the stream, numbers)
+
+
+@lru_cache(maxsize=64)
+def _stream(seed: int, stream: int) -> Tensor:
+    """The part of `fold` that all tasks of a stream share."""
+    return _mix(fold(torch.tensor(_word(seed)), stream))
 
 
 def bits(keys: Tensor, count: int, start: int = 0) -> Tensor:

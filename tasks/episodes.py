@@ -94,16 +94,24 @@ class EpisodeSampler:
         Raises:
             ValueError: a number is negative.
         """
-        keys = self.keys(tasks)
+        classes, index = self.draw(tasks)
+        return Episodes(classes, index[:, : self.shots], index[:, self.shots :])
+
+    def draw(self, tasks: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the classes of these episodes, and their images ``[T, shots + queries, ways]``, support first.
+
+        Raises:
+            ValueError: a number is negative.
+        """
         count, longest = self._table.shape
+        drawn = bits(self.keys(tasks), count + self.ways * longest)
         # topk sorts what it returns, so the classes come in random order: that order is the labelling
-        classes = bits(keys, count).topk(self.ways).indices
-        order = bits(keys, self.ways * longest, start=count).unflatten(-1, (self.ways, longest))
+        classes = drawn[:, :count].topk(self.ways).indices
+        order = drawn[:, count:].unflatten(-1, (self.ways, longest))
         if self._ragged:
             order.clamp_(min=1 - _LAST).masked_fill_(torch.arange(longest) >= self._sizes[classes, None], -_LAST)
         chosen = order.topk(self.shots + self.queries).indices.add_(classes.unsqueeze(-1), alpha=longest)
-        index = self._table.view(-1)[chosen].transpose(1, 2)
-        return Episodes(classes, index[:, : self.shots], index[:, self.shots :])
+        return classes, self._table.take(chosen.transpose(1, 2))
 
     def keys(self, tasks: Sequence[int] | Tensor) -> Tensor:
         """Return the random key of each of these episodes, ``[T]``."""
@@ -278,8 +286,7 @@ class ImageEpisodes:
         Raises:
             ValueError: as `batch`.
         """
-        classes, support, query = self._sampler(split)(tasks)
-        index = torch.cat([support, query], dim=1)
+        classes, index = self._sampler(split).draw(tasks)
         kind = self._images[split]
         images = self._rows[split].index_select(0, index.flatten()).view(kind.dtype)
         images = images.reshape(*index.shape, *kind.shape[1:])
@@ -290,7 +297,7 @@ class ImageEpisodes:
                 by_class[turned] = by_class[turned].rot90(turns, (-2, -1))
 
         def example(part: Tensor) -> tuple[Tensor, Tensor]:
-            return part.flatten(1, 2), torch.arange(self.ways).repeat(len(part), part.shape[1])
+            return part.flatten(1, 2), torch.arange(self.ways).expand(part.shape[:3]).flatten(1)
 
         task = Task(support=example(images[:, : self.shots]), query=example(images[:, self.shots :]))
         if not self.noise:
