@@ -27,15 +27,26 @@ MAY_IMPORT = {
     "diagnostics": {"types", "tree", "perturb", "batchnorm", "noise", "shards"},
     "tasks": {"types"},
     "training": {"types", "diagnostics", "meta", "optim", "configure", "checkpoint", "tasks"},
-    "scripts": {"types", "meta", "configure", "checkpoint", "tasks", "training", "models", "rules", "__init__"},
+    "scripts": {
+        "types",
+        "meta",
+        "inner",
+        "configure",
+        "checkpoint",
+        "tasks",
+        "training",
+        "models",
+        "rules",
+        "__init__",
+    },
     "configs": set(),
     "__init__": {"types", "rules", "optim", "meta"},
 }
 """Parts of metasam and the other parts that each may import, at any depth of its own folder."""
 
 OUTSIDE = {
-    "higher": {"metasam/inner/higher.py", "scripts/benchmark.py"},
-    "learn2learn": {"scripts/benchmark.py"},
+    "higher": {"metasam/inner/higher.py", "scripts/bench/peers.py"},
+    **{peer: {"scripts/bench/peers.py"} for peer in ("learn2learn", "torchopt", "pytorch_optimizer", "easyfsl")},
     "hydra": "scripts/",
     "omegaconf": "scripts/",
     "yaml": {"metasam/training/folder.py"},

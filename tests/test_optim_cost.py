@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metasam import SAM, AgnosticSAM, FisherSAM, LookSAM, MultiStepSAM
-from metasam.scripts import benchmark
+from metasam.scripts.bench.optimizers import Optimizers
 
 SGD = torch.optim.SGD
 
@@ -171,23 +171,7 @@ def test_sam_needs_at_most_a_copy_more_than_the_usual_loop():
 # the benchmark
 
 
-def test_the_benchmark_of_optimizers_compares_each_with_the_passes_before_it():
-    torch.manual_seed(0)
-    work = benchmark.Optimizers(nn.Linear(6, 4), (torch.randn(8, 6), torch.randint(4, (8,))))
-    seconds = benchmark.measure(work.contenders(None), 3, benchmark.CLOCKS["cpu"])
-    assert {len(s) for s in seconds.values()} == {3}
-    rows = benchmark.costs({"bare, 2": [1.0, 2.0, 4.0], "ours": [1.5, 2.5, 4.0], "bare, 4": [3.0] * 3, "b": [6.0] * 3})
-    assert [row[2:] for row in rows[1::2]] == [("+25.0%", "+0.0 to +50.0"), ("+100.0%", "+100.0 to +100.0")]
-    assert [name.startswith("bare") for name in seconds][:2] == [True, False]
-
-
 def test_bare_passes_are_as_many_as_they_say():
-    work = benchmark.Optimizers(nn.Linear(6, 4), (torch.randn(8, 6), torch.randint(4, (8,))))
+    work = Optimizers(nn.Linear(6, 4), (torch.randn(8, 6), torch.randint(4, (8,))))
     one, two, both = (operations(work.bare(*n)) for n in ((1, 0), (2, 0), (2, 2)))
     assert (two, both) == (2 * one, 4 * one)
-
-
-@pytest.mark.parametrize(("n", "ends"), [(1, (1, 1)), (5, (1, 5)), (6, (1, 6)), (15, (4, 12)), (21, (6, 16))])
-def test_order_statistics_of_the_median(n, ends):
-    """The usual table of ranks (Conover 1999, table A3 at p = 1/2)."""
-    assert benchmark.interval([float(i) for i in range(n, 0, -1)]) == ends

@@ -15,8 +15,8 @@ from ..checkpoint import CheckpointError
 from ..configure import Config, plain
 
 
-def make(folder: Path) -> None:
-    """Make the folder if it is not there.
+def make(folder: Path, key: str = "run") -> None:
+    """Make the folder, which ``key`` of the config names, if it is not there.
 
     Raises:
         CheckpointError: it cannot be written to.
@@ -29,7 +29,7 @@ def make(folder: Path) -> None:
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else error
         raise CheckpointError(
-            f"cannot write to the run folder {folder}: {reason}; choose another with run=DIR"
+            f"cannot write to the {key} folder {folder}: {reason}; choose another with {key}=DIR"
         ) from error
 
 

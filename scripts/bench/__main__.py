@@ -1,0 +1,3 @@
+from metasam.scripts.bench.run import main
+
+main()
