@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,14 +21,14 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 from metasam.configure import Config
-from metasam.scripts import ablation_report, command, study
-from metasam.training import assemble, evaluation, metrics, statistics
+from metasam.scripts import ablation_report, command, study, tables
+from metasam.training import assemble, estimate, evaluation, metrics, progress, statistics
 from metasam.training.folder import alone, make, write_json
 from metasam.training.trainer import Interrupted
 
 OWN = (
     "where", "rules", "noise", "classes", "modes", "seeds", "grid", "tune_seeds", "margin", "workers", "study", "phase",
-    "shards", "shard",
+    "shards", "shard", "dry_run",
 )  # fmt: skip
 """Keys of a study; the others are those of each of its runs."""
 
@@ -144,7 +144,7 @@ class Study:
             keys = command.plain_config(hydra.compose("ablate", [*self.words, f"rule={name}", *more]))
         except Exception as error:
             raise ValueError(f"rules: cannot use {entry!r}: {' '.join(str(error).split())[:300]}") from error
-        own = {"name": self.tasks, "method": entry, "run": None, "resume": False}
+        own = {"name": self.tasks, "method": entry, "run": None, "resume": False, "dry_run": False, "workers": 1}
         config = {**{k: v for k, v in keys.items() if k not in OWN}, **own}
         assemble.check({**config, "variant": "none"})
         return config
@@ -162,6 +162,42 @@ class Study:
             missing = [s for s in ("validation", "test") if not learner.has(s)]
             if missing:
                 raise ValueError(f"expected tasks with a {missing[0]} split, tasks={self.tasks} has none")
+
+    # what it takes
+
+    def estimate(self) -> None:
+        """Time a few steps of each kind of run, and print what the whole study would take."""
+        seconds: dict[tuple[str, str, str], float] = {}
+        device = assemble.choose_device(self.plain["device"])
+        assemble.set_threads(1)  # as in its runs
+        kinds = {(cell.where, cell.rule) for cell in self.cells()}
+        with progress.show("timing", len(kinds)) as bar:
+            for done, (where, rule) in enumerate(sorted(kinds), 1):
+                for mode in self.config["modes"]:
+                    config = self._config(Cell(self.settings[0], mode, where, rule), Radii(None, None), 0)
+                    trainer = assemble.trainer(assemble.build(config, device), self.folder, device=device, quiet=True)
+                    found = estimate.estimate(trainer, quiet=True)
+                    seconds[mode, where, rule] = found.seconds + found.test  # on validation tasks, then on test tasks
+                bar.update(done, f"{where} {rule}")
+        runs = Counter((c.mode, c.where, c.rule) for c in [*self.cells()] * self.config["seeds"])
+        tries = Counter(("iterations", loop, rule) for _, rule, loop, _, _ in self.tries())
+        rows = [
+            (
+                what,
+                rule,
+                where,
+                mode,
+                str(n),
+                *map(progress.duration, (seconds[mode, where, rule], n * seconds[mode, where, rule])),
+            )
+            for what, counted in (("tuning", tries), ("training", runs))
+            for (mode, where, rule), n in counted.items()
+        ]
+        total = sum(n * seconds[kind] for counted in (tries, runs) for kind, n in counted.items())
+        number = sum(tries.values()) + sum(runs.values())
+        rows.append(("in all", "", "", "", str(number), "", progress.duration(total)))
+        columns = ("", "rule", "where", "equal", "runs", "each", "together")
+        tables.table(f"{self.folder}, one run at a time, without diagnostics", columns, rows)
 
     # tuning
 
@@ -415,6 +451,9 @@ def run(config: Config) -> None:
     whole = Study(config, words, command.choice("tasks"), typed)
     phases = PHASES if config["phase"] == "all" else (config["phase"],)
     whole.refuse_what_cannot_run()
+    if config["dry_run"]:
+        whole.estimate()
+        return
     make(whole.folder)
     try:
         with alone(whole.folder, "study") if config["shards"] == 1 else nullcontext():

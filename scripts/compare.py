@@ -29,8 +29,9 @@ OWN = ("rules", "seeds", "to", "grid", "tune_seeds", "workers", "study")
 """Keys of a comparison; the others are those of each of its runs."""
 
 SHARED = (
-    *OWN, "seed", "iterations", "epochs", "batch_size", "test_tasks", "split", "run", "resume", "tasks", "tasks.root",
-    "tasks.path", "tasks.test", "tasks.validation", "tasks.split_seed", "ways", "shots", "queries", "tasks_per_batch",
+    *OWN, "seed", "iterations", "epochs", "batch_size", "test_tasks", "split", "run", "resume", "dry_run", "tasks",
+    "tasks.root", "tasks.path", "tasks.test", "tasks.validation", "tasks.split_seed", "ways", "shots", "queries",
+    "tasks_per_batch",
 )  # fmt: skip
 """Keys that all entries of ``rules`` have alike: the cost of a step, how many there are, what they are judged on."""
 
@@ -50,6 +51,10 @@ class Rival(NamedTuple):
 
 def run(config: Config) -> None:
     """Tune, train, tabulate and draw."""
+    if config["dry_run"]:
+        raise ValueError(
+            "dry_run=true is of metasam-train and metasam-ablate: leave it out, or try one rule with those"
+        )
     own = {k: config[k] for k in OWN}
     task = command.choice("tasks")
     folder = Path(own["study"] or Path("studies") / _name(task, own["rules"]))
@@ -106,6 +111,7 @@ def _rival(entry: str, words: Sequence[str], task: str) -> Rival:
         **{k: v for k, v in keys.items() if k not in OWN},
         "run": None,
         "resume": False,
+        "workers": 1,
     }
     assemble.check(config)
     rule = config["rule"]

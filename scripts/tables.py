@@ -9,12 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from metasam.training.few_shot import FewShot
+from metasam.training.supervised import Supervised
+
 
 def show(results: dict[str, Any], folder: Path, baselines: dict[str, float] | None = None) -> None:
     """Print the results of one run or evaluation."""
     quantity = "accuracy" if "accuracy" in results else "loss"
     few_shot = f"{quantity}_plain_adapt" in results
-    unit = "x a plain MAML step" if few_shot else "x a training batch"
+    unit = (FewShot if few_shot else Supervised).unit
     names = {"": "adapted as trained", "_plain_adapt": "adapted without SAM"}
     if not few_shot:
         names = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from metasam.configure import Config
 from metasam.scripts import command, tables
-from metasam.training import assemble
+from metasam.training import assemble, estimate
 from metasam.training.trainer import Interrupted
 
 
@@ -20,6 +20,9 @@ def run(config: Config) -> None:
         folder = Path(config["run"]) / folder.name if command.sweeping() else Path(config["run"])
     parts = assemble.build({"name": tasks, "method": rule, **config}, device)
     trainer = assemble.trainer(parts, folder, device=device, command=command.command_line())
+    if config["dry_run"]:
+        tables.table(str(folder), ("", "estimate"), estimate.rows(estimate.estimate(trainer), parts.learner.unit))
+        return
     try:
         results = trainer.fit(resume=config["resume"])
     except Interrupted as stop:

@@ -197,3 +197,17 @@ def test_the_baseline_is_that_of_no_rule_and_axes_are_what_runs_have(call, tmp_p
     (tmp_path / "s/plan.json").write_text("")
     status, _, err = call(*arguments, 'rules=["asam rule.perturb.eta=0.3",momentum]', *grown, "seeds=2", "test_tasks=9")
     assert "plan.json is damaged: remove it" in err
+
+
+def test_a_dry_run_counts_the_runs_and_writes_nothing(call, tmp_path):
+    status, out, err = call(*TINY, "rules=[sam]", "noise=[0,0.5]", "dry_run=true")
+    assert status == 0, err
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if "│" in line]
+    assert {tuple(row[:4]): int(row[4]) for row in rows} == {
+        ("tuning", "sam", "low", "iterations"): 2 * 2,
+        ("tuning", "sam", "up", "iterations"): 2 * 2,
+        ("training", "-", "none", "iterations"): 2 * 2,
+        **{("training", "sam", w, m): 2 * 2 for w in ("low", "up", "both") for m in ("iterations", "compute")},
+        ("in all", "", "", ""): 2 * 2 * 9,
+    }
+    assert not list(tmp_path.iterdir())

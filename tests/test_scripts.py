@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from metasam import SharpMAML, checkpoint
-from metasam.training import assemble, metrics
+from metasam.training import assemble, estimate, metrics
+from metasam.training.budget import Budget
+from metasam.training.learner import Measured
+from metasam.training.trainer import Trainer
 
 pytest.importorskip("hydra")
 from hydra.core.global_hydra import GlobalHydra
@@ -198,6 +201,30 @@ def test_sweep(call, tmp_path):
     refused(call(train, *TINY, "-m", "rule=asam,samm", "run=other"), "did you mean 'sam'")
     refused(call(train, *TINY, "-m", "inner.lr=0.1,nan", "run=other"), "inner.lr=nan")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "spent"),
+    [
+        ([*TINY, "variant=up", "iterations=40"], "40,", "80 x a plain MAML step"),
+        ([*TINY, "variant=up", "budget.passes=90"], "45,", "90 x a plain MAML step"),
+        (
+            ["tasks=digits", "tasks.per_class=10", "batch_size=50", "epochs=7", "rule=sam"],
+            "14,",
+            "28 x a training batch",
+        ),
+    ],
+    ids=["iterations", "passes", "epochs"],
+)
+def test_a_dry_run_estimates_and_writes_nothing(call, tmp_path, words, steps, spent):
+    before = set(tmp_path.rglob("*"))
+    status, out, _ = call(train.main, *words, "dry_run=true")
+    line = {k.strip(): v.strip() for k, v in (row.strip("│").split("│") for row in out.splitlines() if "│" in row)}
+    assert status == 0
+    assert line["steps"].startswith(steps)
+    assert line["gradient evaluations"] == spent
+    assert line["peak memory"].endswith(" MB")
+    assert set(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -465,3 +492,37 @@ def test_supervised_mistakes(call, words, message):
 def test_few_shot_runs_have_no_epochs_and_two_radii(call):
     refused(call(train, *TINY, "epochs=2"), "say iterations=")
     refused(call(train, *TINY, "rho=0.1"), "rho_low, rho_up")
+
+
+def test_an_estimate_is_about_what_a_run_takes(tmp_path):
+    class Sleeper:
+        """Takes known time: 20 ms a step, 40 ms more for the first, 3 ms for each of 10 validation tasks."""
+
+        gradient_evaluations = 0.0
+
+        def __init__(self):
+            self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+        def step(self, number):
+            time.sleep(0.02 if number else 0.06)
+            self.gradient_evaluations += 2
+
+        def validate(self):
+            time.sleep(0.03)
+            return Measured("loss", 1.0, 0.1, 10)
+
+        def has(self, split):
+            return split != "test"
+
+        def judged(self, split):
+            return {"validation": 0, "train": 30}[split]
+
+    trainer = Trainer(Sleeper(), tmp_path / "run", Budget(100), split="train", evaluate_every=30)
+    found = estimate.estimate(trainer, quiet=True)
+    assert (found.steps, found.validations, found.gradient_evaluations) == (100, 4, 200)
+    # sleeping is never shorter than asked
+    assert found.step >= 0.02
+    assert found.validation >= 0.03
+    assert found.test == pytest.approx(3 * found.validation)
+    assert found.seconds == pytest.approx(found.begin + 100 * found.step + 7 * found.validation)
+    assert not (tmp_path / "run").exists()

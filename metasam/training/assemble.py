@@ -409,6 +409,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "first_order": _SWITCH,
     "reuse_inner_eps": _SWITCH,
     "resume": _SWITCH,
+    "dry_run": _SWITCH,
     "batchnorm": _one_of("batch", "per_step", "frozen"),
     "engine": _one_of("auto", "higher", "vmap", "traced", "compiled"),
     "workers": (lambda v: v == "auto" or _whole(1)(v), "a whole number of at least 1, or auto"),
@@ -457,7 +458,7 @@ def run_folder(config: Config, name: str, rule: str, parent: str | Path = "runs"
     >>> run_folder({"variant": "both", "seed": 1, "ways": 5}, "glyphs", "sam").as_posix()
     'runs/glyphs-both-sam-seed1-77747eaf'
     """
-    keys = json.dumps({k: v for k, v in plain(config).items() if k not in ("run", "resume")}, sort_keys=True)
+    keys = json.dumps({k: v for k, v in plain(config).items() if k not in ("run", "resume", "dry_run")}, sort_keys=True)
     digest = hashlib.sha256(keys.encode()).hexdigest()[:8]
     where = [config["variant"]] if config.get("variant") else []
     return Path(parent) / "-".join([name, *where, rule, f"seed{config['seed']}", digest])

@@ -38,6 +38,7 @@ class FewShot:
         device: where the tensors of the tasks go; the model is there already.
     """
 
+    unit: ClassVar[str] = "x a plain MAML step"
     words: ClassVar[Words] = Words("training tasks", "validation tasks", "query {} after adaptation")
     judges_last: ClassVar[bool] = False
 
@@ -95,6 +96,10 @@ class FewShot:
     def has(self, split: str) -> bool:
         """Whether the family has tasks in this split."""
         return evaluation.has_split(self.family, split)
+
+    def judged(self, split: str) -> int:
+        """Each task twice: adapted as trained, and by plain steps."""
+        return 2 * self._number(split, self.test_tasks)
 
     def measure(self, split: str) -> dict[str, Any]:
         """Adapting as trained and by plain gradient steps, see `metasam.training.evaluation.measure`."""

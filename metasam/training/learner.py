@@ -41,10 +41,12 @@ class Learner(Protocol):
 
     Attributes:
         words: for pictures.
+        unit: of ``gradient_evaluations``, after a number.
         judges_last: whether the last weights are measured too, beside the best.
     """
 
     words: ClassVar[Words]
+    unit: ClassVar[str]
     judges_last: ClassVar[bool]
 
     @property
@@ -77,6 +79,10 @@ class Learner(Protocol):
 
     def has(self, split: str) -> bool:
         """Whether there are data of this split."""
+        ...
+
+    def judged(self, split: str) -> int:
+        """How many tasks (or examples) the end of a run evaluates; `Measured.n` is the like of a validation."""
         ...
 
     def measure(self, split: str) -> dict[str, Any]:

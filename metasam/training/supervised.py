@@ -38,6 +38,7 @@ class Supervised:
         device: where batches go; the model is there already.
     """
 
+    unit: ClassVar[str] = "x a training batch"
     words: ClassVar[Words] = Words("training batches", "validation examples", "{}")
     judges_last: ClassVar[bool] = True
 
@@ -114,6 +115,10 @@ class Supervised:
     def has(self, split: str) -> bool:
         """Whether there are examples in this split."""
         return self.data.size(split) > 0
+
+    def judged(self, split: str) -> int:
+        """Each example twice: by the best weights and by the last."""
+        return 2 * self.data.size(split)
 
     def measure(self, split: str) -> dict[str, Any]:
         """On the examples of a split, see `measure`."""

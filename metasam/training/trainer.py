@@ -28,7 +28,7 @@ from .diagnose import Diagnostics
 from .learner import Learner, Measured
 
 MAY_CHANGE = (
-    "method", "test_tasks", "device", "threads", "workers", "run", "resume",
+    "method", "test_tasks", "device", "threads", "workers", "run", "resume", "dry_run",
     "tasks.root", "tasks.path", "tasks.download",
     "diagnostics.congruence", "diagnostics.sharpness", "diagnostics.rho", "diagnostics.samples", "diagnostics.tasks",
 )  # fmt: skip
@@ -121,6 +121,11 @@ class Trainer:
             self._say(f"nothing to resume in {self.folder}: starting afresh")
         checkpoint.write_text(self.folder / "config.yaml", folder.to_yaml(self.config))
 
+    @property
+    def judged_split(self) -> str:
+        """What the end of the run is measured on: ``split``, or the next one that there are data of."""
+        return next(s for s in SPLITS[SPLITS.index(self.split) :] if self.learner.has(s))
+
     def _position(self) -> float:
         return self.budget.position(self.iteration, self.learner.gradient_evaluations)
 
@@ -212,7 +217,7 @@ class Trainer:
         plots.learning_curve(
             metrics.read(self.folder), self.folder / "learning_curve.png", title, self.learner.words, self.budget
         )
-        split = next(s for s in SPLITS[SPLITS.index(self.split) :] if self.learner.has(s))
+        split = self.judged_split
         self._say(f"measuring the weights of iteration {self.record['iteration']} on the {split} split")
         last = self.learner.measure(split) if self.learner.judges_last else {}
         self.learner.load_weights(best)
