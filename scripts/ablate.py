@@ -144,7 +144,7 @@ class Study:
             keys = command.plain_config(hydra.compose("ablate", [*self.words, f"rule={name}", *more]))
         except Exception as error:
             raise ValueError(f"rules: cannot use {entry!r}: {' '.join(str(error).split())[:300]}") from error
-        own = {"name": self.tasks, "method": entry, "run": None, "resume": False, "dry_run": False, "workers": 1}
+        own = {"name": self.tasks, "method": entry, "run": None, "resume": False, "dry_run": False, "workers": "auto"}
         config = {**{k: v for k, v in keys.items() if k not in OWN}, **own}
         assemble.check({**config, "variant": "none"})
         return config

@@ -111,7 +111,7 @@ def _rival(entry: str, words: Sequence[str], task: str) -> Rival:
         **{k: v for k, v in keys.items() if k not in OWN},
         "run": None,
         "resume": False,
-        "workers": 1,
+        "workers": "auto",
     }
     assemble.check(config)
     rule = config["rule"]

@@ -218,7 +218,7 @@ def test_sweep(call, tmp_path):
 )
 def test_a_dry_run_estimates_and_writes_nothing(call, tmp_path, words, steps, spent):
     before = set(tmp_path.rglob("*"))
-    status, out, _ = call(train.main, *words, "dry_run=true")
+    status, out, _ = call(train, *words, "dry_run=true")
     line = {k.strip(): v.strip() for k, v in (row.strip("│").split("│") for row in out.splitlines() if "│" in row)}
     assert status == 0
     assert line["steps"].startswith(steps)
