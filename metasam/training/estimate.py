@@ -55,7 +55,8 @@ def estimate(trainer: Trainer, *, quiet: bool = False) -> Estimate:
     if not quiet:
         progress.say("timing a few steps")
     first = seconds_of(0)
-    spent, times = learner.gradient_evaluations, []
+    spent = learner.gradient_evaluations
+    times: list[float] = []
     while len(times) < LEAST or (len(times) < MOST and sum(times) < ENOUGH):
         times.append(seconds_of(1 + len(times)))
     step = sum(times) / len(times)
