@@ -101,6 +101,13 @@ class SharpMAML:
         workers: threads that share the tasks on a CPU, each with one thread an operation: `metasam.inner.threads`.
             "auto": as many as torch has for an operation, if the engine is higher and the model draws no random
             numbers.
+        recompute: for long inner loops: keep the parameters of every n-th inner step only, instead of the whole graph,
+            and take the n steps in between again as the meta-gradient goes back through them. "auto": about
+            ``sqrt(inner_steps)``, where memory grows with the root of the steps. Costs one more inner loop, which
+            `counts` and `gradient_evaluations` leave out. Meta-gradients stay the same to the last bit (to rounding
+            where "higher" has several tasks in one graph: `meta_loss`, ``chunk_size``), dropout masks and running
+            statistics too, but have no derivative themselves. Leave the model as it is until backward is done. Without
+            a graph to keep (``first_order``, `evaluate`, `adapt`) nothing changes. None: keep the graph.
 
     Raises:
         ValueError: a setting out of range, a model without trainable parameters, patterns that match nothing.
@@ -135,6 +142,7 @@ class SharpMAML:
         batchnorm: str = "batch",
         chunk_size: int | None = None,
         workers: int | str = "auto",
+        recompute: int | str | None = None,
     ) -> None:
         _check_model(model)
         if not callable(loss_fn):
@@ -150,6 +158,10 @@ class SharpMAML:
             raise ValueError(f"expected inner_params to be a list of patterns, got {inner_params!r}: e.g. ['head.*']")
         _check_choice("engine", engine, ("auto", *inner.ENGINES, *inner.TRACED))
         _check_choice("batchnorm", batchnorm, norms.POLICIES)
+        if recompute is not None and engine in inner.TRACED:
+            raise ValueError(
+                f"engine={engine!r} runs all steps as one graph: recompute={recompute!r} needs engine='vmap'"
+            )
         sharp_low, sharp_up = _sharp_slots(variant, inner_rule, outer_rule)
         self.variant = next(name for name, where in VARIANTS.items() if where == (sharp_low, sharp_up))
         self.inner_rule = _slot(sharp_low, inner_rule or rule, "rho_low", rho_low, through)
@@ -174,6 +186,7 @@ class SharpMAML:
             policy=batchnorm,
             per_step=norms.PerStep(model, inner_steps) if batchnorm == "per_step" else None,
             keep_eps=reuse_inner_eps,
+            recompute=_segment_length(recompute, inner_steps),
         )
         odd = [k for k, p in model.named_parameters() if k in self.loop.adapted and p.is_complex()]
         if odd and not isinstance(self.inner_rule, Plain):
@@ -571,6 +584,16 @@ def _check_model(model: nn.Module) -> None:
 def _check_count(name: str, value: int | str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"expected {name} to be an integer >= 1, got {name}={value!r}")
+
+
+def _segment_length(recompute: int | str | None, steps: int) -> int | None:
+    if recompute is None:
+        return None
+    if recompute == "auto":
+        return round(math.sqrt(steps))
+    if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 1:
+        raise ValueError(f"expected recompute to be an integer >= 1, 'auto' or None, got recompute={recompute!r}")
+    return recompute
 
 
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -113,8 +113,9 @@ def test_a_task_file_lists_every_argument(target):
 def test_keys_reach_the_learner():
     config = compose(
         "tasks=sinusoid", "variant=both", "rule=asam", "rule@inner.rule=multistep", "rho_low=0.3", "rho_up=0.7",
-        "inner.lr=0.02", "inner.steps=3", "inner.params=[head.*]", "first_order=true", "batchnorm=frozen",
-        "engine=higher", "chunk_size=2", "optim=sgd", "optim.lr=0.5", "rule.perturb.eta=0.2", "model.hidden=[7]",
+        "inner.lr=0.02", "inner.steps=3", "inner.recompute=2", "inner.params=[head.*]", "first_order=true",
+        "batchnorm=frozen", "engine=higher", "chunk_size=2", "optim=sgd", "optim.lr=0.5", "rule.perturb.eta=0.2",
+        "model.hidden=[7]",
     )  # fmt: skip
     learner, recorded = assemble.build(config)
     maml, optimizer = learner.maml, learner.optimizer
@@ -125,6 +126,7 @@ def test_keys_reach_the_learner():
     assert (maml.loop.lr, maml.loop.steps, maml.loop.first_order, maml.loop.policy) == (0.02, 3, True, "frozen")
     assert (maml.engine, maml.chunk_size) == ("higher", 2)
     assert maml.inner_params == ["head.*"]
+    assert maml.loop.recompute == 2
     assert maml.model.head.in_features == 7
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.defaults["lr"] == 0.5
@@ -174,6 +176,8 @@ def test_folders_differ_where_runs_do():
         ("inner.lr=nan", "inner.lr to be a finite number above 0, got inner.lr=nan"),
         ("inner.lr=0", "inner.lr"),
         ("inner.steps=0", "inner.steps"),
+        ("inner.recompute=0", "inner.recompute to be a whole number of at least 1, auto, or null"),
+        ("inner.recompute=some", "inner.recompute"),
         ("inner.params=head", r"inner.params .*\[head"),
         ("optim.lr=-1", "optim.lr"),
         ("rho_low=-0.1", "rho_low to be a finite number of at least 0, or null, got rho_low=-0.1"),

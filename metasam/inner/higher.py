@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import noise, tree
 from ..types import Params, Task
-from .loop import Adapted, Constants, InnerLoop, Loss, check_depends
+from .loop import Adapted, Constants, Here, InnerLoop, Loss, Noise, check_depends
+from .recompute import sparing
 
 
 def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> tuple[Params, Tensor]:
@@ -63,14 +64,18 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
     """See `metasam.inner.loop.Engine`."""
     results = []
     for i, task in enumerate(tasks.unbind()):
-        fast = {k: v for k, v in params.items() if k in loop.adapted}
-        descend = Descent(fast, loop.lr, loop.training)
         own = [{k: v[i] for k, v in eps.items()} for eps in given]
 
         def draw(like: Params, key: tuple[int, ...], task: int = loop.number(i)) -> Params:
             return noise.normal(like, *key, task)
 
-        results.append(loop.run(params, task, _gradient, draw, descend, own))
+        def advance(
+            loop: InnerLoop, here: Here, steps: range, draw: Noise = draw, own: Sequence[Params] = own
+        ) -> tuple[Here, list[Params]]:
+            descend = Descent(here.fast, loop.lr, loop.training)
+            return loop.advance(here, steps, _gradient, draw, descend, own[steps.start : steps.stop])
+
+        results.append(loop.run(params, task, sparing(advance), loop.judge))
     losses, outputs, adapted, traces = zip(*results, strict=True)
     return Adapted(
         torch.stack(losses),

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import batchnorm, tree
 from ..rules import Rule
-from ..types import Descent, Eval, Params, Part, Task
+from ..types import Descent, Eval, Params, Part, State, Task
 
 Constants = tuple[Params, Tensor, Tensor]
 """What a loss depends on beside the parameters that adapt: the other parameters, x and y."""
@@ -29,6 +30,24 @@ Gradient = Callable[[Loss, Params, Constants, bool], tuple[Params, Tensor]]
 
 Noise = Callable[[Params, tuple[int, ...]], Params]
 """``(like, key) -> standard normal tensors``: how an engine gives each task its own."""
+
+
+class Here(NamedTuple):
+    """Where an inner loop is: what one step hands to the next."""
+
+    fast: Params
+    """The parameters that adapt."""
+    state: State
+    """The rule's memory."""
+    constants: Constants
+    """The other parameters and the support set, which no step changes."""
+
+
+Advance = Callable[["InnerLoop", Here, range], tuple[Here, list[Params]]]
+"""``(loop, here, steps) -> (there, displacements)``: how an engine takes some steps, `InnerLoop.advance`."""
+
+Judge = Callable[[Params, Constants], tuple[Tensor, Tensor | tuple[()]]]
+"""``(fast, constants) -> (loss, output)``: how an engine judges on the query set, `InnerLoop.judge`."""
 
 
 class Adapted(NamedTuple):
@@ -60,8 +79,11 @@ class InnerLoop:
         policy: BatchNorm policy, see `metasam.batchnorm.POLICIES`.
         per_step: the statistics of the policy "per_step".
         keep_eps: return the displacements, for a second pass to reuse.
+        recompute: how many steps go between two that are kept for backward, see `metasam.inner.recompute`; None: the
+            whole graph is kept.
         stream: number of the meta-step, a part of the key of all noise.
         numbers: of the tasks within the meta-batch, likewise; empty: 0, 1, ...
+        repeats: whether these steps were taken before, so that no statistics are written.
         counts: gradient evaluations and forwards, counted a task.
     """
 
@@ -76,9 +98,21 @@ class InnerLoop:
     policy: str = "batch"
     per_step: batchnorm.PerStep | None = None
     keep_eps: bool = False
+    recompute: int | None = None
     stream: int = 0
     numbers: Sequence[int] = ()
+    repeats: bool = False
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether somebody may differentiate through steps that are taken now."""
+        return self.training and not self.first_order and torch.is_grad_enabled()
+
+    @property
+    def segment(self) -> int | None:
+        """How many steps go between two that are kept; None: there is no graph, or all of it is kept."""
+        return self.recompute if self.differentiated else None
 
     def number(self, task: int) -> int:
         """Number of a task of this batch within its meta-batch."""
@@ -89,7 +123,7 @@ class InnerLoop:
         # a module may write to its buffers: what a task does to them must not reach the meta-model
         buffers = {k: b.clone() for k, b in self._loose_buffers.items()}
         if self.per_step is not None:
-            buffers |= self.per_step.at(step, write=clean and self.training)
+            buffers |= self.per_step.at(step, write=clean and self.training and not self.repeats)
         return functional_call(self.model, {**params, **buffers}, (x,))
 
     @cached_property
@@ -110,43 +144,62 @@ class InnerLoop:
         return loss, output
 
     def run(
-        self,
-        params: Params,
-        task: Task,
-        gradient: Gradient,
-        noise: Noise,
-        descend: Descent,
-        given: Sequence[Params],
-        weight: int = 1,
+        self, params: Params, task: Task, advance: Advance, judge: Judge
     ) -> tuple[Tensor, Tensor | tuple[()], Params, list[Params]]:
-        """Adapt to one task and judge: query loss, query output, adapted parameters, displacements.
+        """Adapt and judge: query loss, query output, adapted parameters, displacements.
 
         Args:
             params: where to start; all parameters of the model.
-            task: one task.
+            task: one task, or whatever ``advance`` and ``judge`` take for one.
+            advance: how to take steps.
+            judge: how to judge.
+        """
+        fixed = {k: v for k, v in params.items() if k not in self.adapted}
+        fast = {k: v for k, v in params.items() if k in self.adapted}
+        start = Here(fast, self.rule.init(fast), (fixed, *task.support))
+        here, trace = advance(self, start, range(self.steps))
+        fixed, *_ = here.constants
+        return *judge(here.fast, (fixed, *task.query)), here.fast, trace
+
+    def advance(
+        self,
+        here: Here,
+        steps: range,
+        gradient: Gradient,
+        noise: Noise,
+        descend: Descent,
+        given: Sequence[Params] = (),
+        weight: int = 1,
+    ) -> tuple[Here, list[Params]]:
+        """Take some steps on one task: where they lead, and the displacements that they descended from.
+
+        Args:
+            here: where the first of them starts.
+            steps: their numbers.
             gradient: how to differentiate.
             noise: how to draw.
             descend: the inner optimizer.
             given: displacements to use instead of the rule's own, one a step (Sharp-MAML, eq. 14); empty: the rule's.
             weight: how many tasks this call stands for, in the counts.
         """
-        fixed = {k: v for k, v in params.items() if k not in self.adapted}
-        fast = {k: v for k, v in params.items() if k in self.adapted}
-        state = self.rule.init(fast)
-        trace = []
-        for step in range(self.steps):
-            at = SupportOracle(self, gradient, noise, fast, fixed, task.support, step, weight)
+        (fast, state, constants), trace = here, []
+        fixed, *support = constants
+        for i, step in enumerate(steps):
+            at = SupportOracle(self, gradient, noise, fast, fixed, (support[0], support[1]), step, weight)
             if given:
-                fast = descend(fast, at(given[step]).grads)
+                fast = descend(fast, at(given[i]).grads)
             else:
                 fast, state = self.rule(at, descend, fast, state)
             if self.keep_eps:
                 trace.append(tree.detach(at.eps or {}))
+        return Here(fast, state, constants), trace
+
+    def judge(self, fast: Params, constants: Constants, weight: int = 1) -> tuple[Tensor, Tensor | tuple[()]]:
+        """Query loss and query output of one task, whose query set is in ``constants``."""
+        fixed, x, y = constants
         self.counts["query"] += weight
-        loss, output = self.loss({**fixed, **fast}, *task.query, step=self.steps)
-        if not self.training:
-            fast = tree.detach(fast)
-        return loss, output if isinstance(output, Tensor) else (), fast, trace
+        loss, output = self.loss({**fixed, **fast}, x, y, step=self.steps)
+        return loss, output if isinstance(output, Tensor) else ()
 
 
 class SupportOracle:
@@ -183,7 +236,7 @@ class SupportOracle:
         if part is not None:
             x, y = x[part], y[part]
         point, fixed = (self.params if not eps else tree.add(self.params, eps)), self.fixed
-        graph = graph and loop.training and not loop.first_order
+        graph = graph and loop.differentiated
         if not graph:
             point, fixed = tree.detach(point), tree.detach(fixed)
 
@@ -225,8 +278,7 @@ def check_depends(loss: Tensor) -> None:
     """Raise ValueError unless there is something to differentiate."""
     if not loss.requires_grad:
         raise ValueError(
-            "expected a loss that depends on the parameters that adapt, got one without a gradient in any of them "
-            "(under torch.no_grad, use evaluate)"
+            "expected a loss that depends on the parameters that adapt, got one without a gradient in any of them"
         )
 
 
@@ -258,9 +310,27 @@ class Engine(Protocol):
             loop: the inner loop.
             params: all parameters of the model; the query losses are differentiable in them when ``loop.training``.
             tasks: with a leading task dimension.
-            given: see `InnerLoop.run`; stacked ``[T, ...]``.
+            given: see `InnerLoop.advance`; stacked ``[T, ...]``.
         """
         ...
+
+
+def pack(nested: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors of nested containers, and what puts others in their places.
+
+    >>> tensors, unpack = pack({"mask": {"w": torch.zeros(1)}, "step": 3})
+    >>> len(tensors), unpack([torch.ones(1)])
+    (1, {'mask': {'w': tensor([1.])}, 'step': 3})
+    """
+    leaves, form = tree_flatten(nested)
+    # the tensors themselves must not live on with the form, nor with them their graph
+    others = [None if isinstance(v, Tensor) else (v,) for v in leaves]
+
+    def unpack(tensors: Sequence[Tensor]) -> Any:
+        next_one = iter(tensors)
+        return tree_unflatten([next(next_one) if other is None else other[0] for other in others], form)
+
+    return [v for v in leaves if isinstance(v, Tensor)], unpack
 
 
 @contextmanager

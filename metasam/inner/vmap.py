@@ -14,6 +14,7 @@ lose terms without a word (seen with torch 2.14; ``tests/test_inner.py`` keeps w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from .. import noise
 from ..types import Params, Task
-from .loop import SGD, Adapted, Constants, InnerLoop, Loss, check_depends
+from .loop import SGD, Adapted, Constants, Here, InnerLoop, Loss, check_depends, pack
+from .recompute import sparing
 
 
 class _LevelDown(torch.autograd.Function):
@@ -103,14 +105,46 @@ class _Drawn(_LevelDown):
 def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
     count = len(tasks.support[1])
+    index = torch.arange(count)
+    # each task draws its own dropout masks
+    vmap = partial(torch.vmap, randomness="different")
+    judge = partial(loop.judge, weight=count)
 
-    def one(sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, given: Sequence[Params], index: Tensor) -> Any:
+    def advance(
+        loop: InnerLoop, here: Here, steps: range, given: Sequence[Params], index: Tensor
+    ) -> tuple[Here, list[Params]]:
+        """Steps of one task."""
+
         def draw(like: Params, key: tuple[int, ...]) -> Params:
             return dict(zip(like, _Drawn.apply(key, loop.number, index, *like.values()), strict=True))
 
-        return loop.run(params, Task((sx, sy), (qx, qy)), _gradient, draw, SGD(loop.lr), given, weight=count)
+        return loop.advance(here, steps, _gradient, draw, SGD(loop.lr), given, weight=count)
 
-    # each task draws its own dropout masks
-    return Adapted(
-        *torch.vmap(one, randomness="different")(*tasks.support, *tasks.query, list(given), torch.arange(count))
-    )
+    def whole(sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, given: Sequence[Params], index: Tensor) -> Any:
+        return loop.run(params, Task((sx, sy), (qx, qy)), partial(advance, given=given, index=index), judge)
+
+    def segment(loop: InnerLoop, here: Here, steps: range) -> tuple[Here, list[Params]]:
+        """Steps of all tasks."""
+        tensors, unpack = pack((here.fast, here.state))
+        unpacks = []  # a state's numbers cannot leave vmap as its tensors do
+
+        def one(
+            tensors: Sequence[Tensor], constants: Constants, given: Sequence[Params], index: Tensor
+        ) -> tuple[list[Tensor], list[Params]]:
+            fast, state = unpack(tensors)
+            there, trace = advance(loop, Here(fast, state, constants), steps, given, index)
+            moved, unpack_moved = pack((there.fast, there.state))
+            unpacks.append(unpack_moved)
+            return moved, trace
+
+        begun = 0 if steps.start else None  # all tasks start from the same
+        moved, trace = vmap(one, in_dims=(begun, (None, 0, 0), 0, 0))(
+            tensors, here.constants, list(given[steps.start : steps.stop]), index
+        )
+        fast, state = unpacks[0](moved)
+        return Here(fast, state, here.constants), trace
+
+    if loop.segment is None:
+        return Adapted(*vmap(whole)(*tasks.support, *tasks.query, list(given), index))
+    # backward recomputes segments outside of vmap
+    return Adapted(*loop.run(params, tasks, sparing(segment), vmap(judge, in_dims=(0, (None, 0, 0)))))

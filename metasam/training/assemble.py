@@ -101,9 +101,9 @@ def _refuse(config: Config, why: str, *keys: str) -> None:
 
 
 FEW_SHOT: Config = {
-    "ways": 5, "shots": 1, "queries": 5, "inner.lr": 0.4, "inner.steps": 1, "inner.params": None, "first_order": False,
-    "reuse_inner_eps": False, "batchnorm": "batch", "engine": "auto", "workers": "auto", "chunk_size": None,
-    "tasks_per_batch": 16, "validation_tasks": 200, "test_tasks": 600,
+    "ways": 5, "shots": 1, "queries": 5, "inner.lr": 0.4, "inner.steps": 1, "inner.params": None,
+    "inner.recompute": None, "first_order": False, "reuse_inner_eps": False, "batchnorm": "batch", "engine": "auto",
+    "workers": "auto", "chunk_size": None, "tasks_per_batch": 16, "validation_tasks": 200, "test_tasks": 600,
 }  # fmt: skip
 """Keys of ``configs/train.yaml`` that play no part in a supervised run, with their values there."""
 
@@ -228,6 +228,7 @@ def learner_node(config: Config, family: TaskFamily) -> Config:
         "inner_lr": inside["lr"],
         "inner_steps": inside["steps"],
         "inner_params": inside["params"],
+        "recompute": inside["recompute"],
         "variant": config["variant"],
         **{k: config[k] for k in ("first_order", "reuse_inner_eps", "batchnorm", "engine", "chunk_size", "workers")},
     }
@@ -402,6 +403,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "inner.lr": (_number, "a finite number above 0"),
     "inner.steps": _AT_LEAST_1,
     "inner.params": (_or_null(_patterns), "a list of patterns such as [head.*], or null"),
+    "inner.recompute": (_or_null(lambda v: v == "auto" or _whole(1)(v)), "a whole number of at least 1, auto, or null"),
     "optim.lr": (_number, "a finite number above 0"),
     "rho": _RADIUS,
     "rho_low": _RADIUS,
