@@ -98,7 +98,7 @@ class SharpMAML:
         inner_params: glob patterns of the parameters that adapt, e.g. ``["head.*"]`` (ANIL). None: all.
         batchnorm: "batch", "per_step" or "frozen", see `metasam.batchnorm.POLICIES`.
         chunk_size: tasks whose graph is alive at once in `step`, in each worker; None: all for vmap, one for higher.
-        workers: threads that share the tasks on a CPU, each with one thread an operation: `metasam.inner.threads`.
+        workers: threads that share the tasks on a CPU, each with its part of torch's: `metasam.inner.threads`.
             "auto": as many as torch has for an operation, if the engine is higher and the model draws no random
             numbers.
         recompute: for long inner loops: keep the parameters of every n-th inner step only, instead of the whole graph,

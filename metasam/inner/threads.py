@@ -1,8 +1,8 @@
 """Tasks side by side in threads of one process.
 
-Tasks meet only in the sum of their gradients, so each of N threads adapts its own, with one thread an operation: on two
-cores that is faster than two threads an operation, as small convolutions are too short to share. Every thread calls
-a copy of the module, since ``functional_call`` puts a task's parameters into the module for the time of a call; the
+Tasks meet only in the sum of their gradients, so each of N threads adapts its own, and an operation gets the N-th part
+of torch's threads: with two of them that is one each, and faster than two an operation, as small convolutions are too
+short to share. Every thread calls a copy of the module, since ``functional_call`` puts a task's parameters into the module for the time of a call; the
 copies share every tensor with it. Results come back in the order of the tasks and are summed in it, so that their
 bits do not depend on the number of threads.
 """
@@ -42,7 +42,7 @@ def run(
     ``work`` is given a loop around a copy of the model, which no other thread calls meanwhile. At most ``2 workers``
     results wait at a time. Counts arrive in ``loop.counts`` with the results.
     """
-    operations = torch.get_num_threads()
+    workers, operations = min(workers, len(items)), torch.get_num_threads()
     free: SimpleQueue[InnerLoop] = SimpleQueue()
     for _ in range(workers):
         free.put(dataclasses.replace(loop, model=twin(loop.model)))
@@ -56,7 +56,8 @@ def run(
         finally:
             free.put(own)
 
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="metasam", initializer=torch.set_num_threads, initargs=(1,))
+    share = max(1, operations // workers)
+    pool = ThreadPoolExecutor(workers, "metasam", initializer=torch.set_num_threads, initargs=(share,))
     waiting: list[tuple[Future[Result], defaultdict[str, float]]] = []
     ahead = iter(items)
 
