@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from metasam import SharpMAML, Task, inner
+from metasam.inner.choose import WIDE
 from metasam.meta import VARIANTS
 from metasam.rules import Agnostic, RandomSAM
 
@@ -150,7 +151,7 @@ def test_wide_convolutions_go_task_by_task_on_a_cpu():
     wide = Problem(
         "wide", lambda: nn.Sequential(nn.Conv2d(8, 200, 3), nn.Flatten(1), nn.Linear(28800, 3)), (8, 14, 14), 3
     )
-    assert 2 * 5 * 12 * 12 * 200 * 8 * 9 > inner.choose.WIDE > 2 * 5 * 2 * 2 * 2 * 9
+    assert 2 * 5 * 12 * 12 * 200 * 8 * 9 > WIDE > 2 * 5 * 2 * 2 * 2 * 9
     for problem, engine in ((wide, "higher"), (CONV, "vmap")):
         maml = learner(problem, inner_steps=1)
         trained(maml, problem, steps=1, tasks=2)
