@@ -6,8 +6,7 @@ Each takes a `Problem` and returns a step that leaves the meta-gradient in its m
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,21 +65,6 @@ def metasam(problem: Problem, variant: str = "none", **options: Any) -> Step:
     return lambda: maml.step(problem.task, optimizer)
 
 
-def options() -> Mapping[str, Any]:
-    """The options of `SharpMAML` and their defaults."""
-    return {name: p.default for name, p in inspect.signature(SharpMAML).parameters.items()}
-
-
-def engines() -> list[str]:
-    """The names of all engines."""
-    return [*inner.ENGINES, *getattr(inner, "TRACED", ())]
-
-
-def one_worker() -> dict[str, Any]:
-    """What keeps tasks on one thread, as a loop by hand has them."""
-    return {"workers": 1} if "workers" in options() else {}
-
-
 def ours(settings: Settings, *, small: bool = False) -> dict[str, Meta]:
     """MAML on every engine that suits, and with tasks on all threads and on one.
 
@@ -88,11 +72,10 @@ def ours(settings: Settings, *, small: bool = False) -> dict[str, Meta]:
         settings: how to measure; quick ones do not wait for a compiler.
         small: whether the network is small, as traced engines are for.
     """
-    suit = [e for e in engines() if e in inner.ENGINES or (small and not (settings.quick and e == "compiled"))]
+    suit = [*inner.ENGINES, *(e for e in inner.TRACED if small and not (settings.quick and e == "compiled"))]
     found: dict[str, Meta] = {f"metasam {engine}": partial(metasam, engine=engine) for engine in suit}
-    if "workers" in options() and settings.threads > 1:
-        workers = 1 if options()["workers"] == "auto" else settings.threads
-        found[f"metasam higher, workers={workers}"] = partial(metasam, engine="higher", workers=workers)
+    if settings.threads > 1:
+        found["metasam higher, workers=1"] = partial(metasam, engine="higher", workers=1)
     return found
 
 
@@ -183,7 +166,7 @@ def by_hand() -> Iterator[tuple[str, Meta, str, Meta]]:
     for engine, make in BY_HAND.items():
         for name, low in (("MAML", False), ("SAM low", True)):
             rule: dict[str, Any] = {"variant": "low", "rho_low": RHO} if low else {}
-            ours = partial(metasam, engine=engine, **rule, **(one_worker() if engine == "higher" else {}))
+            ours = partial(metasam, engine=engine, **rule, workers=1)
             yield f"metasam {engine}, {name}", ours, f"by hand {make.__name__}, {name}", partial(make, low=low)
 
 

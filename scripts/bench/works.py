@@ -103,7 +103,7 @@ def mini(settings: Settings) -> list[Contest]:
 
 def variants(settings: Settings) -> list[Contest]:
     """Sharp-MAML over MAML on the same engine, eps detached or differentiated through."""
-    fast = ["vmap"] if settings.quick or "compiled" not in meta_steps.engines() else ["vmap", "compiled"]
+    fast = ["vmap"] if settings.quick else ["vmap", "compiled"]
     where = [("sinusoid", sinusoid_problem(settings), engine) for engine in fast]
     where.append(("conv4-64, 4 tasks", omniglot_problem(settings, tasks=4), "higher"))
     contests = []
@@ -170,10 +170,11 @@ def long(settings: Settings) -> list[Contest]:
         makers: dict[str, Meta] = {
             "learn2learn": peers.learn2learn,
             "metasam": partial(meta_steps.metasam, engine="higher"),
+            **{
+                f"metasam, recompute={how}": partial(meta_steps.metasam, engine="higher", recompute=how)
+                for how in ("auto", 1)
+            },
         }
-        if "recompute" in meta_steps.options():
-            for how in ("auto", 1):
-                makers[f"metasam, recompute={how}"] = partial(meta_steps.metasam, engine="higher", recompute=how)
         problem = images_problem(settings, 1, 28, 64, tasks=1, steps=steps, lr=0.01)
         contests.append(
             Contest(
