@@ -1,7 +1,8 @@
 # make demo: compare MAML with Sharp-MAML on letters that need no download (about three minutes after set-up)
-# make test: lint, types, tests
+# make test: lint, types, tests (JOBS=8: in so many processes)
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # mypy cannot see that tasks/ is metasam.tasks: it is shown the package as it installs
@@ -14,7 +15,7 @@ demo: $(SET_UP)
 	$(BIN)/python scripts/demo.py
 
 test: $(SET_UP) lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(SET_UP)
 	$(BIN)/ruff check .
