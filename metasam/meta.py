@@ -24,6 +24,8 @@ from . import batchnorm as norms
 from . import checkpoint, inner, tree
 from .configure import instantiate
 from .optim import SharpnessAware
+from .optim.distributed import ASCENTS
+from .ranks import Ranks
 from .rules import Plain, Rule, make
 from .types import Params, Part, State, Task
 
@@ -45,6 +47,14 @@ class Step(NamedTuple):
     """Query accuracy; None for regression."""
     skipped: bool
     """Whether nothing was updated because a gradient was not finite."""
+
+
+class Seen(NamedTuple):
+    """What a pass saw of the tasks that it covers, ``[T]``."""
+
+    losses: Tensor
+    hits: Tensor | None
+    """Their accuracies; None for regression."""
 
 
 class Evaluation(NamedTuple):
@@ -108,9 +118,18 @@ class SharpMAML:
             where "higher" has several tasks in one graph: `meta_loss`, ``chunk_size``), dropout masks and running
             statistics too, but have no derivative themselves. Leave the model as it is until backward is done. Without
             a graph to keep (``first_order``, `evaluate`, `adapt`) nothing changes. None: keep the graph.
+        split: each rank of ``torch.distributed`` adapts to its share of every meta-batch, with one all-reduce a pass,
+            and one of a few numbers a step. Meta-gradient, loss, accuracy and counts are those of one process to
+            rounding, and weights stay equal to the last bit. All ranks call `step` and `evaluate`, with the same tasks,
+            and begin with the weights of rank 0; `adapt` and `meta_loss` stay on their rank. Dropout masks are a rank's
+            own; statistics of ``batchnorm="per_step"`` are the means over ranks.
+        ascent: with ``split``, what the outer rule climbs along. "global": the gradient of the whole meta-batch, as in
+            one process. "local": each rank along that of its share, which nothing is sent for; then VaSSO, Friendly-SAM
+            and SparseSAM remember gradients of a rank's own, and rules that evaluate parts of a batch are refused.
 
     Raises:
         ValueError: a setting out of range, a model without trainable parameters, patterns that match nothing.
+        RuntimeError: ``split`` without an initialised ``torch.distributed``.
         TypeError: ``model`` is no module, ``loss_fn`` cannot be called, or a rule is neither a name nor a Rule.
 
     >>> model = nn.Linear(2, 1)
@@ -143,6 +162,8 @@ class SharpMAML:
         chunk_size: int | None = None,
         workers: int | str = "auto",
         recompute: int | str | None = None,
+        split: bool = False,
+        ascent: str = "global",
     ) -> None:
         _check_model(model)
         if not callable(loss_fn):
@@ -162,6 +183,9 @@ class SharpMAML:
             raise ValueError(
                 f"engine={engine!r} runs all steps as one graph: recompute={recompute!r} needs engine='vmap'"
             )
+        _check_choice("ascent", ascent, ASCENTS)
+        if ascent == "local" and not split:
+            raise ValueError("ascent='local' needs split=True: a process on its own has the whole meta-batch")
         sharp_low, sharp_up = _sharp_slots(variant, inner_rule, outer_rule)
         self.variant = next(name for name, where in VARIANTS.items() if where == (sharp_low, sharp_up))
         self.inner_rule = _slot(sharp_low, inner_rule or rule, "rho_low", rho_low, through)
@@ -174,6 +198,8 @@ class SharpMAML:
         if reuse_inner_eps and engine in inner.TRACED:
             raise ValueError(f"reuse_inner_eps needs engine 'higher', 'vmap' or 'auto', got engine={engine!r}")
         self.model, self.engine, self.chunk_size, self.workers = model, engine, chunk_size, workers
+        self.split, self.ascent = split, ascent
+        self.ranks = Ranks.initialised() if split else Ranks()
         self.inner_params = None if inner_params is None else list(inner_params)
         self.loop = inner.InnerLoop(
             model,
@@ -236,7 +262,7 @@ class SharpMAML:
         batches = self._batches(tasks)
         with self._ready(self.loop, batches[0]):
             losses = []
-            for numbers, batch in _chunks(batches, None, None):
+            for numbers, batch in _chunks(batches, None, _wanted(batches)):
                 losses.append(
                     self._adapt(dataclasses.replace(self.loop, stream=self.steps, numbers=numbers), batch).loss
                 )
@@ -260,8 +286,10 @@ class SharpMAML:
         """
         outer = self._wrap(optimizer)
         batches = self._batches(tasks)
-        with self._ready(self.loop, batches[0]):
-            closure, accuracies = self._closure(batches)
+        device = batches[0].support[1].device
+        with self._ready(self.loop, batches[0]), self.ranks.drawing(device, self.steps):
+            self.ranks.equalise(self.model)
+            closure, seen = self._closure(batches)
             if val_tasks is None and self.outer_rule.validates:
                 name = type(self.outer_rule).__name__
                 raise TypeError(f"{name} in the outer loop asks for held-out tasks: step(..., val_tasks=...)")
@@ -271,26 +299,31 @@ class SharpMAML:
                 others["val"] = self._closure(held_out, first=sum(map(_size, batches)))[0]
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
+        accuracy = None if seen[0].hits is None else float(seen[0].hits.mean())
+        if self.split:
+            loss, accuracy = self._sum_up(loss, seen[0], before)
         self.steps += 1
         unit = sum(map(_size, batches)) * (self.loop.steps + 1)
         spent = sum(COST[k] * (v - before[k]) for k, v in self.loop.counts.items())
         self.gradient_evaluations += spent / unit
-        self.last = Step(float(loss), accuracies[0], outer.skipped > skipped)
+        self.last = Step(float(loss), accuracy, outer.skipped > skipped)
         return loss
 
-    def _closure(self, batches: list[Task], first: int = 0) -> tuple[Callable[..., Tensor], list[float | None]]:
-        """The meta-loss as a closure, which parts select tasks of, and the accuracies that its calls will note.
+    def _closure(self, batches: list[Task], first: int = 0) -> tuple[Callable[..., Tensor], list[Seen]]:
+        """The meta-loss as a closure, which parts select tasks of, and what its calls will have seen.
 
         The tasks' noise is that of the numbers from ``first``, so that no two tasks of a step share it.
         Backward runs chunk by chunk, so that the graph of one chunk is alive at a time.
         """
         size = self.chunk_size or (1 if self.engine_used == "higher" else None)
         displacements: dict[int, list[Params]] = {}  # of each task, one a step
-        accuracies: list[float | None] = []
+        seen: list[Seen] = []
 
         def closure(part: Part | None = None) -> Tensor:
-            chunks = list(_chunks(batches, size, part))
-            total = sum(len(numbers) for numbers, _ in chunks)
+            wanted = _wanted(batches, part)
+            rows = self._rows(wanted, part)
+            total = len(rows if self.ranks.local else wanted)
+            chunks = list(_chunks(batches, size, wanted[rows]))
             jobs = []
             for numbers, chunk in chunks:
                 loop = dataclasses.replace(self.loop, stream=self.steps, numbers=[first + n for n in numbers])
@@ -307,10 +340,39 @@ class SharpMAML:
                         displacements[n] = [{k: v[row] for k, v in eps.items()} for eps in found.eps]
                 losses.append(found.loss.detach())
                 hits += [h for h in [_accuracy(found, chunk)] if h is not None]
-            accuracies.append(float(torch.cat(hits).mean()) if hits else None)
-            return torch.cat(losses)
+            own = Seen(self._joined(losses), torch.cat(hits) if hits else None)
+            if self.ranks.local:
+                seen.append(own)
+                return own.losses.mean().expand(len(wanted))
+            statistics = () if self.loop.per_step is None else self.loop.per_step.buffers.values()
+            seen.append(Seen(*self.ranks.gather(rows, len(wanted), *own, self.model.parameters(), statistics)))
+            return seen[-1].losses
 
-        return closure, accuracies
+        return closure, seen
+
+    # of several ranks
+
+    def _rows(self, wanted: Tensor, part: Part | None) -> Tensor:
+        """Which of the wanted tasks are this rank's."""
+        if self.ascent == "local" and part is not None:
+            raise ValueError(
+                f"expected ascent='global' for {self.outer_rule}, which evaluates parts of a meta-batch: with "
+                "ascent='local' no rank has the losses of all tasks to choose them by"
+            )
+        return self.ranks.rows(wanted)
+
+    def _joined(self, losses: list[Tensor]) -> Tensor:
+        """Losses of chunks; a rank may have none."""
+        return torch.cat(losses) if losses else next(self.model.parameters()).detach().new_zeros(0)
+
+    def _sum_up(self, loss: Tensor, seen: Seen, before: Mapping[str, float]) -> tuple[Tensor, float | None]:
+        """Loss and accuracy of a pass that ranks may have seen a share of; their counts since ``before`` are summed."""
+        counts, hits = self.loop.counts, seen.losses[:0] if seen.hits is None else seen.hits
+        parts = [float(v) for v in (seen.losses.sum(), len(seen.losses), hits.sum(), len(hits))]
+        spent = [counts[k] - before.get(k, 0.0) for k in COST]
+        summed = self.ranks.sum([torch.tensor(parts + spent, dtype=torch.float64, device=loss.device)])[0].tolist()
+        counts.update((k, before.get(k, 0.0) + v) for k, v in zip(COST, summed[4:], strict=True))
+        return loss.new_tensor(summed[0] / summed[1]), summed[2] / summed[3] if summed[3] else None
 
     def _wrap(self, optimizer: Optimizer) -> SharpnessAware:
         if isinstance(optimizer, SharpnessAware):
@@ -320,7 +382,8 @@ class SharpMAML:
             )
         if self._outer is None or self._outer.base is not optimizer:
             state = self._outer_now
-            self._outer = SharpnessAware(optimizer, self.outer_rule, model=self.model)
+            self._outer = SharpnessAware(optimizer, self.outer_rule, model=self.model, ascent=self.ascent)
+            self._outer.ranks = self.ranks if self.split else None
             self._outer.rule_state, self._outer.skipped = state
         return self._outer
 
@@ -363,29 +426,35 @@ class SharpMAML:
             ValueError: no tasks, or malformed ones.
         """
         loop = self._judging(steps, plain)
+        self.ranks.equalise(self.model)
         losses: list[Tensor] = []
         hits: list[Tensor] = []
+        count = 0
         with torch.no_grad():
             for given in [tasks] if isinstance(tasks, Task) else ([task] for task in tasks):
                 for batch in self._batches(given):
+                    own = self.ranks.rows(torch.arange(count, count + _size(batch)))
                     with self._ready(loop, batch):
-                        chunks = list(_chunks([batch], -(-_size(batch) // self.workers_used), None))
-                        first = sum(map(len, losses))
+                        chunks = list(_chunks([batch], -(-_size(batch) // self.workers_used), own))
                         jobs = [
-                            self._job(dataclasses.replace(loop, numbers=[first + n for n in numbers]), chunk)
+                            self._job(dataclasses.replace(loop, numbers=[count + n for n in numbers]), chunk)
                             for numbers, chunk in chunks
                         ]
                         results = inner.backward(self._engine, self._params(), jobs, 1, workers=self.workers_used)
                         for (_, chunk), found in zip(chunks, results, strict=True):
-                            losses.append(found.loss.double().cpu())
-                            hits += [h.double().cpu() for h in [_accuracy(found, chunk)] if h is not None]
-        if not losses:
+                            losses.append(found.loss.double())
+                            hits += [h.double() for h in [_accuracy(found, chunk)] if h is not None]
+                    count += _size(batch)
+        if not count:
             raise ValueError("expected at least one task to evaluate, got none")
-        judged = torch.cat(hits or losses)
-        loss, loss_ci95 = _mean_ci95(torch.cat(losses))
+        rows = self.ranks.rows(torch.arange(count))
+        seen = Seen(*self.ranks.gather(rows, count, self._joined(losses), torch.cat(hits) if hits else None))
+        judged = (seen.losses if seen.hits is None else seen.hits).cpu()
+        loss, loss_ci95 = _mean_ci95(seen.losses.cpu())
         mean, ci95 = _mean_ci95(judged)
+        accuracy = None if seen.hits is None else mean
         transductive = norms.is_transductive(self.model, loop.policy)
-        return Evaluation(mean if hits else None, ci95, len(judged), loss, loss_ci95, judged.tolist(), transductive)
+        return Evaluation(accuracy, ci95, len(judged), loss, loss_ci95, judged.tolist(), transductive)
 
     def _judging(self, steps: int | None, plain: bool) -> inner.InnerLoop:
         loop = self.loop
@@ -661,10 +730,14 @@ def _size(batch: Task) -> int:
     return len(batch.support[1])
 
 
-def _chunks(batches: list[Task], size: int | None, part: Part | None) -> Iterator[tuple[Sequence[int], Task]]:
-    """Chunks of at most ``size`` tasks, of all tasks or of those that ``part`` selects, with the tasks' numbers."""
-    wanted = torch.arange(sum(map(_size, batches)))
-    wanted = wanted if part is None else wanted[part].sort().values
+def _wanted(batches: list[Task], part: Part | None = None) -> Tensor:
+    """Numbers of the tasks that ``part`` selects, in order; all of them for None."""
+    numbers = torch.arange(sum(map(_size, batches)))
+    return numbers if part is None else numbers[part].sort().values
+
+
+def _chunks(batches: list[Task], size: int | None, wanted: Tensor) -> Iterator[tuple[Sequence[int], Task]]:
+    """The tasks of these numbers in chunks of at most ``size``, with their numbers."""
     first = 0
     for batch in batches:
         inside = wanted[(wanted >= first) & (wanted < first + _size(batch))]

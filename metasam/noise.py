@@ -22,9 +22,14 @@ def normal(like: Params, *key: int) -> Params:
     return {k: _draw(v, generators, key) for k, v in like.items()}
 
 
+def seed(*key: int) -> int:
+    """A seed for each key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def _draw(like: Tensor, generators: dict[torch.device, torch.Generator], key: tuple[int, ...]) -> Tensor:
     if like.device not in generators:
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-        generators[like.device] = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        generators[like.device] = torch.Generator(like.device).manual_seed(seed(*key))
     whole = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generators[like.device])
     return shards.spread(whole, like)

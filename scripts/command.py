@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from metasam import ranks
 from metasam.configure import Config, did_you_mean, flatten
 from metasam.scripts.memory import keep_freed_memory
 
@@ -49,6 +50,7 @@ def main(
     run: Callable[[Config], None],
     check: Callable[[Config], None],
     free: tuple[str, ...] = FREE,
+    split: bool = False,
 ) -> None:
     """Run a command.
 
@@ -60,7 +62,11 @@ def main(
         run: does the work of one job.
         check: raises ValueError if the values of a config cannot work.
         free: nodes that take any key, unless the command line chooses what they are.
+        split: whether one job can be split over the processes that torchrun starts.
     """
+    if ranks.launched() and (not split or SWEEP & set(sys.argv)):
+        what = f"{name} --multirun" if split else name
+        _fail(name, ValueError(f"{what} runs in one process, got several of torchrun: start it without torchrun"))
     try:
         _main(name, config_name, run, check, free)
     except KeyboardInterrupt:  # outside of training, where nothing is left to save
@@ -89,7 +95,7 @@ def _main(
         try:
             run(plain_config(config))
         except Stop as stop:
-            print(f"{name}: {stop}", file=sys.stderr)
+            _say(f"{name}: {stop}")
             sys.exit(stop.status)
         except UserError as error:
             _fail(name, error)
@@ -112,14 +118,24 @@ def command_line(**changed: str) -> str:
     name = os.path.basename(sys.argv[0])
     overrides = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in changed]
     program = f"python {shlex.quote(sys.argv[0])}" if name.endswith(".py") else name
+    if ranks.launched():
+        machines = " --standalone" if os.environ.get("GROUP_WORLD_SIZE") == "1" else " ..."
+        module = f"-m metasam.scripts.{name.removesuffix('.py').removeprefix('metasam-')}"
+        program = f"torchrun{machines} --nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE')} {module}"
     return " ".join([program, *map(shlex.quote, overrides), *(f"{k}={v}" for k, v in changed.items())])
 
 
 def _fail(name: str, error: BaseException) -> None:
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    print(f"{name}: error: {error or type(error).__name__}", file=sys.stderr)
+    _say(f"{name}: error: {error or type(error).__name__}")
     sys.exit(2)
+
+
+def _say(message: str) -> None:
+    """Tell the user, once for all processes of a run."""
+    if ranks.speaks(message):
+        print(message, file=sys.stderr, flush=True)
 
 
 # -- own targets -----------------------------------------------------------------------------------------------------

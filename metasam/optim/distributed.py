@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import shards
+from ..ranks import Ranks
 from ..types import Params
 
 ASCENTS = ("local", "global")
@@ -35,12 +36,16 @@ def check_params(live: Params) -> None:
 
 
 class Workers:
-    """The data-parallel modules that one step meets, found in the model or as they are called."""
+    """The data-parallel modules that one step meets, found in the model or as they are called.
 
-    def __init__(self, model: nn.Module | None, live: Params) -> None:
+    Closures that sum gradients over ``ranks`` themselves, as `metasam.SharpMAML` does, are told when not to.
+    """
+
+    def __init__(self, model: nn.Module | None, live: Params, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks
         self.parallel = distributed.is_available() and distributed.is_initialized()
         self.replicas: list[DistributedDataParallel] = []
-        self.apart: list[DistributedDataParallel] = []
+        self.apart: list[DistributedDataParallel | Ranks] = []
         """Those with gradients that their other workers have not seen."""
         self.quiet: list[DistributedDataParallel] = []
         """Those that do not synchronise in this evaluation."""
@@ -70,6 +75,12 @@ class Workers:
             ValueError: a gradient is to stay local, and the module's graph is static, which cannot be.
         """
         if not self.parallel:
+            yield
+            return
+        if self.ranks is not None:
+            self.ranks.local = local and grad
+            if self.ranks.local and self.ranks not in self.apart:
+                self.apart.append(self.ranks)
             yield
             return
 

@@ -48,7 +48,7 @@ class LiveOracle:
         self.doubts: list[Tensor] = []  # not finite where something was not
         self.empty = True
         self.record = batchnorm.Record()
-        self.workers = Workers(optimizer.model, live)
+        self.workers = Workers(optimizer.model, live, optimizer.ranks)
         self.separate: set[str] = set()
         self.sizes: dict[str, int] = {}  # examples of a batch, once seen whole
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .. import shards, tree
 from ..perturb import check_number
+from ..ranks import Ranks
 from ..rules import DirectionRule, Rule
 from ..types import Params, State
 from .distributed import check_ascent, check_params
@@ -86,6 +87,7 @@ class SharpnessAware(WithoutClosure):
     clip: float | None = None
     same_noise: bool = False
     ascent: str = "local"
+    ranks: Ranks | None = None  # that the closure sums gradients over
     gates: Sequence[Gate] = ()
     warned: bool = False  # of gradients from outside the closure
     warned_of_none: bool = False  # of a step without any gradient

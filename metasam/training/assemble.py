@@ -15,6 +15,7 @@ import torch
 
 from ..configure import Config, did_you_mean, flatten, instantiate, locate, naming, offer, parameters, plain
 from ..optim import SharpnessAware
+from ..ranks import Ranks
 from .budget import SCHEDULES, Budget
 from .diagnose import Diagnostics, unnoticed
 from .few_shot import FewShot
@@ -37,10 +38,11 @@ class Parts(NamedTuple):
     """The given config, and under ``maml`` or ``network`` what `instantiate` builds the trained thing from."""
 
 
-def build(config: Config, device: torch.device | str = "cpu") -> Parts:
+def build(config: Config, device: torch.device | str = "cpu", ranks: Ranks | None = None) -> Parts:
     """Build what a config of ``metasam-train`` describes: few-shot tasks and a meta-learner, or data and a network.
 
-    Weights are drawn after `metasam.training.rng.seed_everything` with the config's seed.
+    Weights are drawn after `metasam.training.rng.seed_everything` with the config's seed. Several ``ranks`` share the
+    meta-batches.
 
     Raises:
         ValueError: a value is out of its range, or a target is not found or refuses its arguments.
@@ -48,7 +50,16 @@ def build(config: Config, device: torch.device | str = "cpu") -> Parts:
     check(config)
     source = tasks_of(config)
     seed_everything(config["seed"])
-    return _supervised(config, source, device) if is_supervised(source) else _few_shot(config, source, device)
+    split = ranks is not None and ranks.size > 1
+    if is_supervised(source):
+        if split:
+            raise ValueError(
+                f"tasks={config.get('name', '...')} is one data set to train on as a whole: expected few-shot tasks "
+                "under torchrun, which splits them; start it without torchrun, or write a loop with "
+                "DistributedDataParallel and the optimizers of metasam (docs/optimizers.md)"
+            )
+        return _supervised(config, source, device)
+    return _few_shot(config, source, device, split)
 
 
 def is_supervised(source: Any) -> bool:
@@ -56,13 +67,13 @@ def is_supervised(source: Any) -> bool:
     return hasattr(source, "examples")
 
 
-def _few_shot(config: Config, family: TaskFamily, device: torch.device | str) -> Parts:
+def _few_shot(config: Config, family: TaskFamily, device: torch.device | str, split: bool) -> Parts:
     _refuse(config, "few-shot tasks have two loops, each with a radius of its own: rho_low, rho_up", "rho")
     _refuse(config, "few-shot tasks have no epochs: say iterations=", "epochs")
     if "batch_size" not in _named("tasks", config):
         _refuse(config, "few-shot tasks have tasks_per_batch=", "batch_size")
     node = learner_node(config, family)
-    maml = learner(node, device)
+    maml = learner(node, device, **({"split": True, "ascent": config.get("ascent") or "global"} if split else {}))
     x, y = family.batch("train", range(1)).unbind()[0].support
     _refuse_misfit(config, maml.model, maml.loop.loss_fn, x.to(device), y.to(device), family)
     optimizer = _optimizer(config, maml.model)
@@ -75,7 +86,7 @@ def _supervised(config: Config, data: Data, device: torch.device | str) -> Parts
         config,
         "a train/validation split is a single task, with one loop: choose its rule with rule=, its radius with rho=, "
         "and set variant=null where the tasks do not",
-        "variant", "rho_low", "rho_up", "inner.rule", "outer.rule",
+        "variant", "rho_low", "rho_up", "inner.rule", "outer.rule", "ascent",
     )  # fmt: skip
     _refuse_few_shot_keys(config)
     node = plain(_offer("model", config["model"], _sizes(data)))
@@ -173,7 +184,13 @@ def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def trainer(
-    parts: Parts, folder: Path, *, device: torch.device | str = "cpu", command: str = "", quiet: bool = False
+    parts: Parts,
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    command: str = "",
+    quiet: bool = False,
+    ranks: Ranks | None = None,
 ) -> Trainer:
     """The trainer of what `build` built."""
     config, iterations = parts.config, parts.config["iterations"]
@@ -192,6 +209,7 @@ def trainer(
         device=device,
         diagnostics=Diagnostics(**config.get("diagnostics", {})),
         quiet=quiet,
+        ranks=ranks or Ranks(),
     )
 
 
@@ -211,10 +229,10 @@ def tasks_of(config: Config) -> Any:
     return family
 
 
-def learner(node: Config, device: torch.device | str = "cpu") -> SharpMAML:
-    """The meta-learner of a node made by `learner_node`, its model on ``device``."""
+def learner(node: Config, device: torch.device | str = "cpu", **options: Any) -> SharpMAML:
+    """The meta-learner of a node made by `learner_node`, its model on ``device``; with options of this process."""
     model = network(node["model"])
-    maml: SharpMAML = instantiate({**node, "model": model.to(device)})
+    maml: SharpMAML = instantiate({**node, **options, "model": model.to(device)})
     return maml
 
 
@@ -399,6 +417,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "validation_tasks": _AT_LEAST_2,
     "test_tasks": _AT_LEAST_2,
     "seed": (lambda v: _whole(0)(v) and v < 2**63, "a whole number of at least 0 and below 2**63"),
+    "ascent": (lambda v: v in (None, "global", "local"), "one of global, local, or null"),
     "variant": (lambda v: v in (None, "none", "low", "up", "both"), "one of none, low, up, both"),
     "inner.lr": (_number, "a finite number above 0"),
     "inner.steps": _AT_LEAST_1,

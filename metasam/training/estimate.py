@@ -57,7 +57,7 @@ def estimate(trainer: Trainer, *, quiet: bool = False) -> Estimate:
     first = seconds_of(0)
     spent = learner.gradient_evaluations
     times: list[float] = []
-    while len(times) < LEAST or (len(times) < MOST and sum(times) < ENOUGH):
+    while trainer.ranks.any(len(times) < LEAST or (len(times) < MOST and sum(times) < ENOUGH))[0]:
         times.append(seconds_of(1 + len(times)))
     step = sum(times) / len(times)
     price = (learner.gradient_evaluations - spent) / len(times)

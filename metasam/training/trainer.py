@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ import torch
 from .. import checkpoint
 from ..checkpoint import CheckpointError
 from ..configure import Config, flatten, plain
+from ..ranks import Ranks
 from . import evaluation, folder, metrics, plots, progress, rng
 from .budget import SCHEDULES, Budget
 from .diagnose import Diagnostics
@@ -66,6 +67,8 @@ class Trainer:
         device: where checkpoints are read to.
         diagnostics: what else to measure.
         quiet: say nothing.
+        ranks: the processes that the learner is split over: all of them take all steps, and rank 0 alone reads, writes
+            and speaks.
     """
 
     learner: Learner
@@ -80,13 +83,17 @@ class Trainer:
     device: torch.device | str = "cpu"
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     quiet: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
         self.latest, self.best = self.folder / "checkpoint.pt", self.folder / "best.pt"
         self.iteration, self.seconds = 0, 0.0
         self.record: dict[str, Any] = {}  # of the best validation so far
+        self.saved: int | None = None
+        """Iteration of the checkpoint that a run can be continued from."""
         self._stop = False
+        self.quiet = self.quiet or self.ranks.rank > 0
         for group in self.learner.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -99,27 +106,48 @@ class Trainer:
         Raises:
             CheckpointError: the folder holds a run and ``resume`` is False; its checkpoint is of another config or
                 cannot be read; a checkpoint cannot be saved.
-            Interrupted: someone pressed Ctrl-C (or the process was asked to terminate); the run is saved.
+            Interrupted: someone pressed Ctrl-C (or a process was asked to terminate); the run is saved.
+            RankLost: another process of the run ended.
             FloatingPointError: too many steps in a row had non-finite gradients.
             ValueError: the budget does not pay for a single step.
         """
-        folder.make(self.folder)
-        with folder.alone(self.folder):
-            self._prepare(resume)
+        with ExitStack() as held:
+
+            def begin() -> dict[str, Any] | None:
+                folder.make(self.folder)
+                held.enter_context(folder.alone(self.folder))
+                return self._read(resume)
+
+            payload = self.ranks.once(begin)
+            if payload is not None:
+                self._restore(payload)
+            self.ranks.once(lambda: checkpoint.write_text(self.folder / "config.yaml", folder.to_yaml(self.config)))
             self._train()
             return self._finish()
 
-    def _prepare(self, resume: bool) -> None:
-        if checkpoint.exists(self.latest):
-            if not resume:
-                raise CheckpointError(
-                    f"{self.folder} holds a run already, and nothing of it is overwritten: resume=true continues it, "
-                    "run=DIR puts this one elsewhere"
-                )
-            self._restore()
-        elif resume:
-            self._say(f"nothing to resume in {self.folder}: starting afresh")
-        checkpoint.write_text(self.folder / "config.yaml", folder.to_yaml(self.config))
+    def _read(self, resume: bool) -> dict[str, Any] | None:
+        """The checkpoint to continue from; None where there is none."""
+        if not checkpoint.exists(self.latest):
+            if resume:
+                self._say(f"nothing to resume in {self.folder}: starting afresh")
+            return None
+        if not resume:
+            raise CheckpointError(
+                f"{self.folder} holds a run already, and nothing of it is overwritten: resume=true continues it, "
+                "run=DIR puts this one elsewhere"
+            )
+        payload, warning = checkpoint.load_latest(self.latest, map_location=self._home)
+        if warning:
+            self._say(warning)
+        return payload
+
+    @property
+    def _home(self) -> torch.device | str:
+        """Where checkpoints are read to: what is handed to other ranks is on the CPU."""
+        return self.device if self.ranks.size == 1 else "cpu"
+
+    def _save(self, path: Path, *, slim: bool = False, keep_previous: bool = False) -> None:
+        self.ranks.once(lambda: checkpoint.save(self._payload(slim=slim), path, keep_previous=keep_previous))
 
     @property
     def judged_split(self) -> str:
@@ -134,7 +162,7 @@ class Trainer:
         before = self.seconds
         in_a_row = 0
         with (
-            metrics.Metrics(self.folder, self.iteration) as log,
+            metrics.Metrics(self.folder, self.iteration) if self.ranks.rank == 0 else nullcontext() as log,
             progress.show(self.folder.name, round(self.budget.total), round(self._position()), quiet=self.quiet) as bar,
             self._stop_on_signal(bar),
         ):
@@ -157,25 +185,28 @@ class Trainer:
                 if due and self.diagnostics.congruence:
                     line |= self.learner.congruence(self.diagnostics.tasks)
                 self.seconds = before + time.monotonic() - began
-                log.write(
-                    self.iteration,
-                    **line,
-                    gradient_evaluations=self.learner.gradient_evaluations,
-                    skipped=self.learner.skipped,
-                    seconds=round(self.seconds, 3),
-                )
+                if log is not None:
+                    log.write(
+                        self.iteration,
+                        **line,
+                        gradient_evaluations=self.learner.gradient_evaluations,
+                        skipped=self.learner.skipped,
+                        seconds=round(self.seconds, 3),
+                    )
                 bar.update(int(self._position()), _status(last.loss, last.accuracy) + shown)
-                if due or self._stop or time.monotonic() - saved > self.checkpoint_seconds:
-                    log.flush()
-                    checkpoint.save(self._payload(), self.latest, keep_previous=True)
-                    saved = time.monotonic()
+                stop, old = self.ranks.any(self._stop, time.monotonic() - saved > self.checkpoint_seconds)
+                if due or stop or old:
+                    if log is not None:
+                        log.flush()
+                    self._save(self.latest, keep_previous=True)
+                    self.saved, saved = self.iteration, time.monotonic()
                 if in_a_row >= PATIENCE:
                     raise FloatingPointError(
                         f"{PATIENCE} steps in a row, up to iteration {self.iteration}, were skipped: expected "
                         "finite gradients, got nan or inf; lower inner.lr, optim.lr or the radius, "
                         "or look for NaN in the data"
                     )
-                if self._stop:
+                if stop:
                     raise Interrupted(f"stopped at iteration {self.iteration}{self._of()}, and saved")
 
     def _of(self) -> str:
@@ -197,16 +228,16 @@ class Trainer:
         better = self.record.get(quantity)
         if value == value and (better is None or (value > better if quantity == "accuracy" else value < better)):
             self.record = {"iteration": self.iteration, quantity: value, "ci95": half, "n": n}
-            checkpoint.save(self._payload(slim=True), self.best)
+            self._save(self.best, slim=True)
         return measured
 
     def _finish(self) -> dict[str, Any]:
         """Write the learning curve and the results of the best weights."""
-        best = self._load_best()
+        best = self.ranks.once(self._load_best)
         if best is None:  # without validation data the last weights count
             self.record = {"iteration": self.iteration}
-            checkpoint.save(self._payload(slim=True), self.best)
-            best = checkpoint.load(self.best, map_location=self.device)
+            self._save(self.best, slim=True)
+            best = self.ranks.once(lambda: checkpoint.load(self.best, map_location=self._home))
         costs = {
             "seconds": round(self.seconds, 1),
             "gradient_evaluations": self.learner.gradient_evaluations,
@@ -214,9 +245,10 @@ class Trainer:
             "skipped": self.learner.skipped,
         }
         title = self.learner.title(self.config)
-        plots.learning_curve(
-            metrics.read(self.folder), self.folder / "learning_curve.png", title, self.learner.words, self.budget
-        )
+        if self.ranks.rank == 0:
+            plots.learning_curve(
+                metrics.read(self.folder), self.folder / "learning_curve.png", title, self.learner.words, self.budget
+            )
         split = self.judged_split
         self._say(f"measuring the weights of iteration {self.record['iteration']} on the {split} split")
         last = self.learner.measure(split) if self.learner.judges_last else {}
@@ -233,13 +265,14 @@ class Trainer:
             "validation_ci95": self.record.get("ci95"),
             "iterations": self.iteration,
             **self.learner.facts(),
+            **({"processes": self.ranks.size} if self.ranks.size > 1 else {}),
             **evaluation.environment(self.device),
             **({"sharpness": self._sharpness(split)} if self.diagnostics.sharpness else {}),
             "command": self.command,
             "config": {k: v for k, v in self.config.items() if k != "maml"},
             **{k: measured[k] for k in ("tasks", "per_task") if k in measured},
         }
-        folder.write_json(self.folder / "results.json", results)
+        self.ranks.once(lambda: folder.write_json(self.folder / "results.json", results))
         return results
 
     def _sharpness(self, split: str) -> dict[str, Any]:
@@ -253,7 +286,7 @@ class Trainer:
         if not self.record:
             return None
         try:
-            return checkpoint.load(self.best, map_location=self.device)
+            return checkpoint.load(self.best, map_location=self._home)
         except (CheckpointError, FileNotFoundError) as error:
             reason = "is not there" if isinstance(error, FileNotFoundError) else "cannot be read"
             self._say(f"{self.best} {reason}: the last weights are measured in place of the best")
@@ -271,10 +304,7 @@ class Trainer:
         }
         return payload if slim else {**payload, "rng": rng.state()}
 
-    def _restore(self) -> None:
-        payload, warning = checkpoint.load_latest(self.latest, map_location=self.device)
-        if warning:
-            self._say(warning)
+    def _restore(self, payload: dict[str, Any]) -> None:
         may_change = MAY_CHANGE + (LENGTH if self.schedule == "constant" else ())
         refuse_other_config(payload["config"], plain(self.config), self.latest, may_change)
         if self.budget.passes is None and payload["iteration"] > self.budget.iterations:
@@ -290,7 +320,7 @@ class Trainer:
             ) from error
         rng.restore(payload["rng"])
         self.iteration, self.seconds, self.record = payload["iteration"], payload["seconds"], payload["best"]
-        self.budget.dearest = payload["dearest"]
+        self.budget.dearest, self.saved = payload["dearest"], self.iteration
         self._say(f"resuming {self.folder} at iteration {self.iteration}{self._of()}")
 
     @contextmanager
@@ -299,11 +329,14 @@ class Trainer:
         heard: set[int] = set()
 
         def ask(number: int, frame: FrameType | None) -> None:
-            if number in heard:  # another signal may be someone else's way to say the same
+            alone = self.ranks.size == 1
+            if alone and number in heard:  # another signal may be someone else's way to say the same
                 signal.default_int_handler(number, frame)
+            if alone or not heard:  # torchrun passes on what a terminal has sent already, and ends all after a while
+                more = "; once more stops at once, and loses what came after the last checkpoint" if alone else ""
+                bar.say(f"stopping after this step{more}")
             heard.add(number)
             self._stop = True
-            bar.say("stopping after this step; once more stops at once, and loses what came after the last checkpoint")
 
         if threading.current_thread() is not threading.main_thread():
             yield
