@@ -70,7 +70,7 @@ def main(
     try:
         _main(name, config_name, run, check, free)
     except KeyboardInterrupt:  # outside of training, where nothing is left to save
-        print(f"{name}: interrupted", file=sys.stderr)
+        _say(f"{name}: interrupted")
         sys.exit(130)
 
 
