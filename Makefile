@@ -15,7 +15,7 @@ demo: $(SET_UP)
 	$(BIN)/python scripts/demo.py
 
 test: $(SET_UP) lint
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 lint: $(SET_UP)
 	$(BIN)/ruff check .
