@@ -7,10 +7,12 @@ import math
 import multiprocessing
 import os
 import re
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -96,7 +98,7 @@ def run(
     if hasattr(os, "fork"):
         context.set_forkserver_preload(PRELOADED)
     running: dict[Connection, tuple[int, Any]] = {}
-    with progress.show(title, len(cells), len(found)) as bar:
+    with _terminated_as_interrupted(), progress.show(title, len(cells), len(found)) as bar:
         try:
             while todo or running:
                 while todo and len(running) < workers:
@@ -184,7 +186,7 @@ def judge(cell: Cell, command: str) -> None:
 
 def _work(job: Job, cell: Cell, command: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everyone; the parent tells us to stop
-    end_with_parent()  # of a fork server, which ends with the study
+    _end_with(pipe)
     keep_freed_memory()
     assemble.set_threads(1)
     try:
@@ -207,6 +209,37 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_with(pipe: Connection) -> None:
+    """End when nobody listens at the other end any more: the study was killed. There is a checkpoint to go on from.
+
+    The parent of a worker is a fork server, which lives as long as its workers do.
+    """
+    if not hasattr(select, "poll"):
+        end_with_parent()
+        return
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(pipe.fileno(), 0)  # errors are told unasked
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Within: SIGTERM, which schedulers send, stops like Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _heard(pipe: Connection) -> str:
