@@ -436,8 +436,16 @@ def row_of(cell: Cell, seed: int, config: Config, found: Results, judged: Result
             if line.get(f"validation_{quantity}") is not None
         ],
         "congruence": [[line["iteration"], line["congruence"]] for line in lines if line.get("congruence") is not None],
-        "sharpness": found.get("sharpness") or {},
+        "sharpness": _sharpness(found.get("sharpness")),
     }
+
+
+def _sharpness(found: Results | None) -> Results:
+    """What a report shows of `metasam.training.few_shot.FewShot.sharpness`; of adapted weights, the query loss's."""
+    if not found:
+        return {}
+    places = {"meta": found, "adapted": found["adapted"]["query"]}
+    return {f"{place}_{kind}": values[kind] for place, values in places.items() for kind in ("average", "worst")}
 
 
 def run(config: Config) -> None:

@@ -628,7 +628,8 @@ def _pictures(study: Study, folder: Path) -> list[Block]:
         (f"Learning curves. {bands} {start}", every(learning, "curves", study.modes[:1])),
         (f"{q.capitalize()} against compute. {bands} {start}", every(compute, "compute", study.modes[-1:])),
         (
-            "Sharpness of the solutions. Lower is flatter; with 95% intervals where there are several seeds.",
+            "Sharpness of the solutions. Of the meta-loss on training tasks around the meta-weights, and of the query "
+            "loss around weights adapted to held-out tasks. Lower is flatter; with 95% intervals over several seeds.",
             every(sharpness, "sharpness", study.modes),
         ),
         (f"Congruence of training and validation gradients. {bands}", every(congruence, "congruence", study.modes[:1])),

@@ -41,7 +41,8 @@ def read(path):
 
 
 def test_a_study_whole_and_in_parts(call, tmp_path, monkeypatch, capsys):
-    status, out, err = call(*TINY, "rules=[sam]", "workers=2", "study=whole")
+    measured = ("diagnostics.sharpness=true", "diagnostics.congruence=true", "diagnostics.tasks=2")
+    status, out, err = call(*TINY, *measured, "rules=[sam]", "workers=2", "study=whole")
     assert status == 0, err
     assert "equal compute" in out
     whole = tmp_path / "whole"
@@ -76,8 +77,18 @@ def test_a_study_whole_and_in_parts(call, tmp_path, monkeypatch, capsys):
         judged = read(whole / place / mode / name / f"seed{row['seed']}/test.json")
         assert row["loss"] == judged["loss"] == pytest.approx(statistics.fmean(row["per_task"]), abs=1e-6)
         assert row["n"] == 6
+        trained = read(whole / place / mode / name / f"seed{row['seed']}/results.json")["sharpness"]
+        adapted = trained["adapted"]["query"]
+        assert row["sharpness"] == {
+            "meta_average": trained["average"],
+            "meta_worst": trained["worst"],
+            "adapted_average": adapted["average"],
+            "adapted_worst": adapted["worst"],
+        }
+        assert [at for at, _ in row["congruence"]]
         assert judged["over"] == "6 test tasks"
-    for name in ("report.md", "report.html", "results.csv", "forest.png"):
+    pictures = ("forest.png", "sharpness-*.png", "congruence-*.png")
+    for name in ("report.md", "report.html", "results.csv", *(next(whole.glob(p)).name for p in pictures)):
         assert (whole / name).stat().st_size > 100
 
     # and read back
@@ -91,9 +102,9 @@ def test_a_study_whole_and_in_parts(call, tmp_path, monkeypatch, capsys):
     for phase in ("tune", "train", "test"):
         for shard in (0, 1):
             words = (f"phase={phase}", "shards=2", f"shard={shard}")
-            status, _, err = call(*TINY, "rules=[sam]", "study=parts", *words)
+            status, _, err = call(*TINY, *measured, "rules=[sam]", "study=parts", *words)
             assert status == 0, err
-    status, _, err = call(*TINY, "rules=[sam]", "study=parts", "phase=report")
+    status, _, err = call(*TINY, *measured, "rules=[sam]", "study=parts", "phase=report")
     assert status == 0, err
     again = read(tmp_path / "parts/study.json")["rows"]
     times = ("seconds", "peak_memory_mb")
