@@ -229,6 +229,7 @@ class SharpMAML:
         self.gradient_evaluations = 0.0
         self.steps = 0
         self.last: Step | None = None
+        self._shared: dict[bool, tuple[Any, int, str]] = {}  # by training: for what, among how many, and why
         self._classes: int | None = None
         self._example_ndim: int | None = None
         self._outer: SharpnessAware | None = None
@@ -287,16 +288,16 @@ class SharpMAML:
         outer = self._wrap(optimizer)
         batches = self._batches(tasks)
         device = batches[0].support[1].device
-        with self._ready(self.loop, batches[0]), self.ranks.drawing(device, self.steps):
+        with self._ready(self.loop, batches[0]) as workers, self.ranks.drawing(device, self.steps):
             self.ranks.equalise(self.model)
-            closure, seen = self._closure(batches)
+            closure, seen = self._closure(batches, workers)
             if val_tasks is None and self.outer_rule.validates:
                 name = type(self.outer_rule).__name__
                 raise TypeError(f"{name} in the outer loop asks for held-out tasks: step(..., val_tasks=...)")
             held_out = [] if val_tasks is None else self._batches(val_tasks)
             others: dict[str, Any] = {}
             if held_out:
-                others["val"] = self._closure(held_out, first=sum(map(_size, batches)))[0]
+                others["val"] = self._closure(held_out, workers, first=sum(map(_size, batches)))[0]
             before, skipped = self.loop.counts.copy(), outer.skipped
             loss = outer.step(closure, **others)
         accuracy = None if seen[0].hits is None else float(seen[0].hits.mean())
@@ -309,7 +310,7 @@ class SharpMAML:
         self.last = Step(float(loss), accuracy, outer.skipped > skipped)
         return loss
 
-    def _closure(self, batches: list[Task], first: int = 0) -> tuple[Callable[..., Tensor], list[Seen]]:
+    def _closure(self, batches: list[Task], workers: int, first: int = 0) -> tuple[Callable[..., Tensor], list[Seen]]:
         """The meta-loss as a closure, which parts select tasks of, and what its calls will have seen.
 
         The tasks' noise is that of the numbers from ``first``, so that no two tasks of a step share it.
@@ -331,9 +332,7 @@ class SharpMAML:
                 given = [tree.stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
                 jobs.append(self._job(loop, chunk, given))
             losses, hits = [], []
-            results = inner.backward(
-                self._engine, self._params(), jobs, total, workers=self.workers_used, graphs=self.graphs
-            )
+            results = inner.backward(self._engine, self._params(), jobs, total, workers=workers, graphs=self.graphs)
             for (numbers, chunk), job, found in zip(chunks, jobs, results, strict=True):
                 if self.loop.keep_eps and not job.given:
                     for row, n in enumerate(numbers):
@@ -434,13 +433,13 @@ class SharpMAML:
             for given in [tasks] if isinstance(tasks, Task) else ([task] for task in tasks):
                 for batch in self._batches(given):
                     own = self.ranks.rows(torch.arange(count, count + _size(batch)))
-                    with self._ready(loop, batch):
-                        chunks = list(_chunks([batch], -(-_size(batch) // self.workers_used), own))
+                    with self._ready(loop, batch) as workers:
+                        chunks = list(_chunks([batch], -(-_size(batch) // workers), own))
                         jobs = [
                             self._job(dataclasses.replace(loop, numbers=[count + n for n in numbers]), chunk)
                             for numbers, chunk in chunks
                         ]
-                        results = inner.backward(self._engine, self._params(), jobs, 1, workers=self.workers_used)
+                        results = inner.backward(self._engine, self._params(), jobs, 1, workers=workers)
                         for (_, chunk), found in zip(chunks, results, strict=True):
                             losses.append(found.loss.double())
                             hits += [h.double() for h in [_accuracy(found, chunk)] if h is not None]
@@ -595,8 +594,14 @@ class SharpMAML:
         return len(y) == len(query_y) and x.shape[:2] == y.shape[:2]
 
     @contextmanager
-    def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[None]:
-        """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch)."""
+    def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[int]:
+        """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch).
+
+        Yields:
+            How many threads may share the tasks.
+        """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("inner loops need gradients, which torch.inference_mode() forbids: use torch.no_grad()")
         modes = [(m, m.training) for m in self.model.modules()]
         if loop.per_step is not None:
             loop.per_step.follow(self.model)
@@ -611,13 +616,23 @@ class SharpMAML:
                     self._classes = inner.classes(loop, self._params(), batch)
                     self._check_labels(batch)
                     given = loop, self._params(), batch
-                    engine, self.engine_reason = inner.choose(self.engine, *given)
-                    self.workers_used, self.workers_reason = inner.workers(self.workers, engine, *given)
-                    self.engine_used = engine
-                yield
+                    self.engine_used, self.engine_reason = inner.choose(self.engine, *given)
+                yield self._share(loop, batch)
         finally:
             for module, was_training in modes:
                 module.training = was_training
+
+    def _share(self, loop: inner.InnerLoop, batch: Task) -> int:
+        """How many threads may share the tasks; found out anew when modes or numbers in the model change."""
+        now = self.engine_used, inner.numbers(inner.held(self.model)) if self.engine_used == "higher" else None
+        known = self._shared.get(loop.training)
+        if known is None or known[0] != now:
+            known = now, *inner.workers(self.workers, str(self.engine_used), loop, self._params(), batch)
+            self._shared[loop.training] = known
+        _, count, reason = known
+        if loop.training or self.workers_reason is None:
+            self.workers_used, self.workers_reason = count, reason
+        return count
 
     def _adapt(self, loop: inner.InnerLoop, batch: Task) -> inner.Adapted:
         job = self._job(loop, batch)

@@ -170,17 +170,16 @@ class Study:
         seconds: dict[tuple[str, str, str], float] = {}
         device = assemble.choose_device(self.plain["device"])
         assemble.set_threads(1)  # as in its runs
-        kinds = {(cell.where, cell.rule) for cell in self.cells()}
-        with progress.show("timing", len(kinds)) as bar:
-            for done, (where, rule) in enumerate(sorted(kinds), 1):
-                for mode in self.config["modes"]:
-                    config = self._config(Cell(self.settings[0], mode, where, rule), Radii(None, None), 0)
-                    trainer = assemble.trainer(assemble.build(config, device), self.folder, device=device, quiet=True)
-                    found = estimate.estimate(trainer, quiet=True)
-                    seconds[mode, where, rule] = found.seconds + found.test  # on validation tasks, then on test tasks
-                bar.update(done, f"{where} {rule}")
         runs = Counter((c.mode, c.where, c.rule) for c in [*self.cells()] * self.config["seeds"])
         tries = Counter(("iterations", loop, rule) for _, rule, loop, _, _ in self.tries())
+        kinds = sorted({*runs, *tries})
+        with progress.show("timing", len(kinds)) as bar:
+            for done, (mode, where, rule) in enumerate(kinds, 1):
+                config = self._config(Cell(self.settings[0], mode, where, rule), Radii(None, None), 0)
+                trainer = assemble.trainer(assemble.build(config, device), self.folder, device=device, quiet=True)
+                found = estimate.estimate(trainer, quiet=True)
+                seconds[mode, where, rule] = found.seconds + found.test  # on validation tasks, then on test tasks
+                bar.update(done, f"{where} {rule}")
         rows = [
             (
                 what,

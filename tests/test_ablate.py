@@ -210,6 +210,18 @@ def test_the_baseline_is_that_of_no_rule_and_axes_are_what_runs_have(call, tmp_p
     assert "plan.json is damaged: remove it" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [(["modes=[compute]"], 4 + 2 * 4), (["where=[both]"], 4 + 2 * 3), (["where=[none]"], 2)],
+    ids=["compute", "both", "none"],
+)
+def test_a_dry_run_times_what_is_tuned_and_not_trained(call, words, number):
+    status, out, err = call(*TINY, "rules=[sam]", *words, "dry_run=true")
+    assert status == 0, err
+    last = next(line for line in out.splitlines() if "in all" in line)
+    assert int(last.strip("│").split("│")[4]) == number
+
+
 def test_a_dry_run_counts_the_runs_and_writes_nothing(call, tmp_path):
     status, out, err = call(*TINY, "rules=[sam]", "noise=[0,0.5]", "dry_run=true")
     assert status == 0, err

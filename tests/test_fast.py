@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import random
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,7 +26,8 @@ RANDOM = {"random", "rwp", "esam", "sparse-dynamic"}
 
 def learner(problem: Problem, **settings):
     model = settings.pop("model", None) or problem.model()
-    return SharpMAML(model, problem.loss_fn, **{"inner_lr": 0.1, "inner_steps": 2, "variant": "none", **settings})
+    loss_fn = settings.pop("loss_fn", problem.loss_fn)
+    return SharpMAML(model, loss_fn, **{"inner_lr": 0.1, "inner_steps": 2, "variant": "none", **settings})
 
 
 def trained(maml: SharpMAML, problem: Problem, steps=2, tasks=TASKS, **others):
@@ -73,14 +77,12 @@ def test_threads_with_an_outer_rule_that_asks_for_parts_and_held_out_tasks():
 class Noting(nn.Module):
     """Notes who calls it and in which state; ``broken`` raises."""
 
+    seen: ClassVar[list] = []
+
     def __init__(self, broken=False):
         super().__init__()
-        self.body, self.broken, self.seen = nn.Linear(3, 1), broken, []
-
-    def __deepcopy__(self, memo):
-        twin = type(self)(self.broken)
-        twin.body, twin.seen = copy.deepcopy(self.body, memo), self.seen
-        return twin
+        self.body, self.broken = nn.Linear(3, 1), broken
+        self.seen.clear()
 
     def forward(self, x):
         if self.broken and threading.current_thread() is not threading.main_thread():
@@ -138,13 +140,134 @@ def test_what_threads_would_change_they_do_not_share(problem, settings, reason):
         trained(learner(problem, engine="higher", workers=2, **settings), problem, steps=1)
 
 
+class Keeping(nn.Module):
+    """Keeps something of a forward in an attribute, and its loss reads it."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.body, self.head, self.what = nn.Linear(3, 4), nn.Linear(4, 1), what
+        self.aux, self.calls, self.seen, self.generator = torch.zeros(()), 0, [0.0], torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        if self.what == "aux":
+            self.aux = h.square().mean()
+        elif self.what == "calls":
+            self.calls += 1
+        elif self.what == "seen":
+            self.seen[0] += 1
+        elif self.what == "generator":
+            h = h + torch.rand(4, generator=self.generator, dtype=h.dtype)
+        return self.head(h)
+
+    def loss(self, output, y):
+        return nn.functional.mse_loss(output, y) * (1 + self.calls + self.seen[0]) + self.aux
+
+
+@pytest.mark.parametrize("what", ["aux", "calls", "seen", "generator"])
+def test_a_forward_that_keeps_something_is_not_shared(what):
+    torch.set_num_threads(2)
+
+    def build(workers):
+        torch.manual_seed(0)
+        model = Keeping(what).double()
+        return learner(MLP, model=model, loss_fn=model.loss, engine="higher", workers=workers)
+
+    one, auto = build(1), build("auto")
+    a, b = (trained(maml, MLP) for maml in (one, auto))
+    if what == "aux":  # looking whether tasks can be shared calls the model, and counts
+        assert_same(b, a)
+    assert (auto.workers_used, f"attribute {what!r}" in auto.workers_reason) == (1, True)
+    with pytest.raises(ValueError, match=f"workers=2 cannot share.*{what!r}.*use workers=1"):
+        trained(build(2), MLP)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random], ids=["torch", "python"])
+def test_a_loss_that_draws_is_not_shared(draw):
+    torch.set_num_threads(2)
+    maml = learner(MLP, loss_fn=lambda output, y: (output - y).square().mean() * draw(), engine="higher")
+    trained(maml, MLP, steps=1)
+    assert maml.workers_used == 1
+    assert "random numbers" in maml.workers_reason
+
+
+def test_whether_tasks_are_shared_follows_modes_and_numbers():
+    torch.set_num_threads(2)
+    maml, held = learner(DROPOUT, engine="higher"), DROPOUT.tasks(2)
+    maml.evaluate(held)  # draws nothing
+    for change, workers in (
+        (lambda: None, 1),
+        (lambda: maml.model.eval(), 2),
+        (lambda: maml.model.train(), 1),
+        (lambda: setattr(maml.model[1], "p", 0.0), 2),
+    ):
+        change()
+        trained(maml, DROPOUT, steps=1)
+        maml.evaluate(held)
+        assert maml.workers_used == workers
+
+
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "all"])
 def test_workers_are_counted(workers):
     with pytest.raises(ValueError, match="expected workers"):
         learner(MLP, workers=workers)
 
 
+# the same on every way
+
+WAYS = [("higher", 1), ("higher", 2), ("vmap", 1), ("traced", 1)]
+
+
+@pytest.mark.parametrize("kind", ["hook", "after"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_hooks_of_parameters_see_the_meta_gradient_and_nothing_else(way, kind):
+    """Once a chunk, as it arrives; the inner loop's gradients are none of theirs."""
+    engine, workers = way
+    settings = {"engine": engine, "workers": workers, "chunk_size": 2}
+    plain, maml = learner(MLP, **settings), learner(MLP, **settings)
+    calls = []
+
+    def hook(grad):
+        calls.append(1)
+        return grad / 4
+
+    for p in maml.model.parameters():
+        p.register_hook(hook) if kind == "hook" else p.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    start = {k: p.detach().clone() for k, p in maml.model.named_parameters()}
+    a, b = trained(plain, MLP, steps=1), trained(maml, MLP, steps=1)
+    assert len(calls) == 3 * len(start)
+    factor = 0.25 if kind == "hook" else 1
+    wanted = {k: start[k] + factor * (a[k] - start[k]) for k in a}
+    assert distance(b, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_autocast_around_several_steps_keeps_no_old_weights(way):
+    def run(cached):
+        model = MLP.model().float()
+        maml = learner(MLP, model=model, variant="both", engine=way[0], workers=way[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            for seed in (1, 2):
+                maml.step(MLP.tasks(3, torch.float32, seed=seed), optimizer)
+        return {k: p.detach().clone() for k, p in model.named_parameters()}
+
+    assert_same(run(True), run(False))
+
+
 # which engine
+
+
+def test_the_engine_that_judges_can_train():
+    maml = learner(NORM, batchnorm="per_step")
+    maml.evaluate(NORM.tasks(2))
+    trained(maml, NORM, steps=1)
+    assert maml.engine_used == "higher"
+
+
+def test_inference_mode_is_named():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode\(\) forbids: use torch.no_grad"):
+        learner(MLP).evaluate(MLP.tasks(2))
 
 
 def test_wide_convolutions_go_task_by_task_on_a_cpu():
@@ -229,6 +352,80 @@ def test_statistics_that_change_reach_the_graph():
         assert distance(b, a) < 1e-12
 
 
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.act, self.head, self.factor, self.shift = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), 1.0, None
+        self.register_buffer("scale", torch.ones(4))
+        self.shift, self.aux = torch.zeros(4), torch.zeros(())
+
+    def forward(self, x):
+        h = self.act(self.body(x) * self.factor) * self.scale + self.shift
+        self.aux = h.square().mean()  # kept for others to look at
+        return self.head(h)
+
+
+CHANGES = {
+    "number": lambda m: setattr(m, "factor", 3.0),
+    "module": lambda m: setattr(m, "act", nn.ReLU()),
+    "forward": lambda m: setattr(m, "forward", lambda x: m.head(m.body(x))),
+    "hook": lambda m: m.act.register_forward_hook(lambda *args: args[-1] * 2),
+    "buffer": lambda m: setattr(m, "scale", torch.full((4,), 3.0, dtype=torch.float64)),
+    "tensor": lambda m: setattr(m, "shift", torch.full((4,), 3.0, dtype=torch.float64)),
+    "state": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_graph_is_made_anew_where_the_model_changes(change):
+    problem = Problem("tempered", Tempered)
+    plain, traced = (learner(problem, engine=e, inner_steps=1) for e in ("vmap", "traced"))
+    for count in (1, 2):
+        for maml in (plain, traced):
+            trained(maml, problem, steps=1)
+            maml.evaluate(problem.tasks(2))
+        a, b = (trained(maml, problem) for maml in (plain, traced))
+        assert distance(b, a) < 1e-12
+        assert len(traced.graphs._graphs) == count
+        for maml in (plain, traced):
+            change(maml.model)
+
+
+@pytest.mark.parametrize("kind", ["module", "closure"])
+def test_a_graph_is_made_anew_where_the_loss_changes(kind):
+    def run(engine):
+        weight, module = 1.0, nn.SmoothL1Loss()
+        loss_fn = module if kind == "module" else lambda output, y: weight * nn.functional.mse_loss(output, y)
+        maml = learner(MLP, loss_fn=loss_fn, engine=engine, inner_steps=1)
+        trained(maml, MLP)
+        weight, module.beta = 3.0, 0.01
+        return trained(maml, MLP)
+
+    assert distance(run("traced"), run("vmap")) < 1e-12
+
+
+def test_graphs_refuse_a_forward_that_counts():
+    problem = Problem("counting", lambda: Keeping("calls"))
+    with pytest.raises(ValueError, match=r"changes the model's attribute 'calls'.*engine='vmap'"):
+        trained(learner(problem, engine="traced"), problem)
+
+
+def test_graphs_of_complex_parameters():
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 1, dtype=torch.complex128))
+
+        def forward(self, x):
+            return (x.to(torch.complex128) @ self.weight).abs()
+
+    problem = Problem("spectral", Spectral)
+    torch.manual_seed(0)
+    model = Spectral()
+    a, b = (trained(learner(problem, model=copy.deepcopy(model), engine=e), problem) for e in ("vmap", "traced"))
+    torch.testing.assert_close(b["weight"], a["weight"], rtol=1e-12, atol=0)
+
+
 def test_graphs_refuse_dropout_random_rules_and_reuse():
     with pytest.raises(ValueError, match="no random numbers"):
         trained(learner(DROPOUT, engine="traced"), DROPOUT)
@@ -253,11 +450,10 @@ class Forgetful(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.calls = nn.Linear(3, 1), 0
+        self.body, self.calls = nn.Linear(3, 1), itertools.count(1)
 
     def forward(self, x):
-        self.calls += 1
-        return self.body(x) * self.calls
+        return self.body(x) * next(self.calls)
 
 
 def test_a_graph_that_disagrees_with_the_engine_is_found_out():

@@ -227,6 +227,11 @@ def test_a_dry_run_estimates_and_writes_nothing(call, tmp_path, words, steps, sp
     assert set(tmp_path.rglob("*")) == before
 
 
+def test_a_dry_run_refuses_a_budget_as_the_run_would(call):
+    status, _, err = call(train, *TINY, "variant=up", "budget.passes=1.5", "dry_run=true")
+    assert (status, "set budget.passes=2 or more" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -9,6 +9,8 @@ from .choose import check_labels as check_labels
 from .choose import choose as choose
 from .choose import classes as classes
 from .choose import workers as workers
+from .held import held as held
+from .held import numbers as numbers
 from .loop import Adapted as Adapted
 from .loop import Engine as Engine
 from .loop import InnerLoop as InnerLoop

@@ -40,33 +40,28 @@ def backward(
         What came out of each job, in their order. Under ``torch.no_grad`` there are no gradients.
     """
     grad = torch.is_grad_enabled()
+
+    def work(own: InnerLoop, job: Job) -> tuple[Adapted, Params]:
+        loop = dataclasses.replace(job.loop, model=own.model, counts=own.counts)
+        # hooks are the parameters' own, and run once, as the gradient arrives there
+        leaves = {k: p.detach().requires_grad_(p.requires_grad) for k, p in params.items()}
+        found = engine(loop, leaves, job.tasks, job.given)
+        if not grad:
+            return found, {}
+        wanted = {k: p for k, p in leaves.items() if p.requires_grad}
+        grads = torch.autograd.grad(found.loss.sum() / total, list(wanted.values()), allow_unused=True)
+        return _without_graph(found), {k: g for k, g in zip(wanted, grads, strict=True) if g is not None}
+
+    results: Iterable[tuple[Adapted, Params]]
     if graphs is not None and grad:
-        yield from _accumulated(params, (graphs(job.loop, params, job.tasks, 1 / total) for job in jobs))
+        results = (graphs(job.loop, params, job.tasks, 1 / total) for job in jobs)
     elif workers > 1 and len(jobs) > 1:
-
-        def work(own: InnerLoop, job: Job) -> tuple[Adapted, Params]:
-            loop = dataclasses.replace(job.loop, model=own.model, counts=own.counts)
-            found = engine(loop, params, job.tasks, job.given)
-            if not grad:
-                return found, {}
-            wanted = {k: p for k, p in params.items() if p.requires_grad}
-            grads = torch.autograd.grad(found.loss.sum() / total, list(wanted.values()), allow_unused=True)
-            return _without_graph(found), {k: g for k, g in zip(wanted, grads, strict=True) if g is not None}
-
-        yield from _accumulated(params, threads.run(jobs[0].loop, work, jobs, workers))
+        results = threads.run(jobs[0].loop, work, jobs, workers)
     else:
-        for job in jobs:
-            found = engine(job.loop, params, job.tasks, job.given)
-            if grad:
-                (found.loss.sum() / total).backward()
-            yield found
-
-
-def _accumulated(params: Params, results: Iterable[tuple[Adapted, Params]]) -> Iterator[Adapted]:
+        results = (work(job.loop, job) for job in jobs)
     for found, grads in results:
-        for k, g in grads.items():
-            before = params[k].grad
-            params[k].grad = g if before is None else before + g
+        if grads:
+            torch.autograd.backward([params[k] for k in grads], list(grads.values()))
         yield found
 
 

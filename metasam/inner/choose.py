@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import sys
 from collections import defaultdict
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
 from . import higher, threads, vmap
+from .held import changed, held
 from .loop import InnerLoop
 
 
@@ -85,16 +88,30 @@ def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
         return "threads are for the CPU; use workers=1"
     if loop.per_step is not None:
         return "batchnorm='per_step' collects statistics task after task; use workers=1, or batchnorm='batch'"
+    short = dataclasses.replace(loop, steps=1, training=False, counts=defaultdict(float))
+    one = batch.map(lambda t: t[:1])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
-        loop.forward(params, batch.support[0][0], step=0, clean=False)
-        if not torch.equal(before, torch.get_rng_state()):
-            return "the model draws random numbers, whose order threads would change; use workers=1"
+        higher.run(short, params, one)  # what is made at the first call is made
+        before, drawn = held(loop.model), _generators()
+        higher.run(short, params, one)
+        if drawn != _generators():
+            return "the model or the loss draws random numbers, whose order threads would change; use workers=1"
+        names = changed(before, held(loop.model))
+    if names:
+        return (
+            f"forward changes the model's attribute {names[0]!r}, and a thread calls a copy of the model; use workers=1"
+        )
     try:
         threads.twin(loop.model)
     except Exception as error:  # whatever a user's module raises when it is copied
         return f"the model cannot be copied ({type(error).__name__}: {error}); use workers=1"
     return None
+
+
+def _generators() -> list[object]:
+    """Where the generators are that a model may draw from."""
+    numpy = sys.modules.get("numpy")
+    return [torch.get_rng_state().tolist(), random.getstate(), repr(numpy.random.get_state()) if numpy else None]
 
 
 def _known(loop: InnerLoop) -> str | None:
@@ -111,7 +128,7 @@ def _known(loop: InnerLoop) -> str | None:
                 f"{type(module).__name__} {name!r} keeps its weight as an attribute (torch.nn.utils.weight_norm); use "
                 "torch.nn.utils.parametrizations.weight_norm, or engine='higher'"
             )
-    if loop.per_step is not None and loop.training:
+    if loop.per_step is not None:
         return "batchnorm='per_step' writes statistics during the forward; use engine='higher', or batchnorm='batch'"
     return None
 

@@ -154,6 +154,8 @@ class InnerLoop:
             advance: how to take steps.
             judge: how to judge.
         """
+        # a view has no hooks, and autocast remembers nothing of it: a parameter's meta-gradient is all that reaches it
+        params = {k: v[...] for k, v in params.items()}
         fixed = {k: v for k, v in params.items() if k not in self.adapted}
         fast = {k: v for k, v in params.items() if k in self.adapted}
         start = Here(fast, self.rule.init(fast), (fixed, *task.support))

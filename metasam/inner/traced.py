@@ -5,8 +5,9 @@ writes it down, second derivatives and all. Replaying it saves dispatching; ``to
 The graph takes parameters, tasks and a weight for each task, so that a smaller batch is run with repeated tasks of
 weight 0: one graph serves any number of tasks up to the one that it was traced with.
 
-Numbers that Python holds are constants of a graph: a learner traces again when a setting, a shape, a mode or autocast
-changes, and refuses what draws random numbers. The first result of every graph is held against the engine's own.
+Numbers that Python holds are constants of a graph: a learner traces again when a setting, a shape, autocast or an
+attribute of a module changes (objects in attributes are told apart, but not looked into), and refuses a forward that
+draws random numbers or changes numbers in attributes. The first result of every graph is held against the engine's own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..types import Params, Task
 from . import vmap
+from .held import Same, changed, held, numbers, of_loss
 from .loop import Adapted, InnerLoop
 
 
@@ -36,8 +38,6 @@ class Graph:
     tasks: int
     counts: dict[str, float]
     """Evaluations that a call stands for, a task."""
-    rule: object
-    """Kept, since the graph is found by its id."""
 
 
 class Graphs:
@@ -52,6 +52,7 @@ class Graphs:
         self.compiled = compiled
         self.seconds = 0.0
         self._graphs: defaultdict[Hashable, list[Graph]] = defaultdict(list)
+        self._written: set[str] = set()  # attributes that forward puts tensors into
 
     def __reduce__(self) -> tuple[type[Graphs], tuple[bool]]:
         return Graphs, (self.compiled,)  # a copy makes its own
@@ -60,17 +61,17 @@ class Graphs:
         """Losses and outputs of the tasks, and the gradient of ``share`` times the sum of their losses.
 
         Raises:
-            ValueError: the model or the rule draws random numbers while it adapts.
+            ValueError: the model or the rule draws random numbers while it adapts, or forward counts in Python.
             RuntimeError: it could not be traced or compiled, or a graph does not compute what the engine does.
         """
         count = len(tasks.support[1])
-        known = self._graphs[_key(loop, params, tasks)]
+        known = self._graphs.get(self._key(loop, params, tasks), [])
         graph = next((g for g in known if g.tasks >= count), None)
         if graph is None:
             start = time.perf_counter()
             graph = self._made(loop, params, tasks)
             self.seconds += time.perf_counter() - start
-            known.append(graph)
+            self._graphs[self._key(loop, params, tasks)].append(graph)
         rows = torch.arange(graph.tasks, device=tasks.support[1].device)
         padded = tasks if count == graph.tasks else tasks.map(lambda t: t[rows % count])
         loss, output, *grads = graph.call(*_inputs(params, padded, share * (rows < count).double()))
@@ -88,9 +89,17 @@ class Graphs:
             warnings.simplefilter("ignore")  # what torch has to say of its own choices
             try:
                 with torch.random.fork_rng(devices=[]):
+                    before = held(loop.model)
                     wanted = function(*inputs)
+                    after = held(loop.model)
                     counts.clear()
                     traced: Any = make_fx(function)(*inputs)
+                kept = changed(numbers(before), numbers(after))
+                if kept:
+                    raise ValueError(
+                        f"expected a forward that changes no number in Python, got one that changes the model's "
+                        f"attribute {kept[0]!r}: use engine='vmap'"
+                    )
                 random = {str(n.target) for n in traced.graph.nodes if _is_random(n.target)}
                 if random:
                     raise ValueError(
@@ -106,7 +115,19 @@ class Graphs:
                     f"the inner loop of this model could not be {what} ({reason[0]}): use engine={instead!r}"
                 ) from error
         _check(found, wanted)
-        return Graph(call, count, {k: v / count for k, v in counts.items()}, loop.rule)
+        self._written.update(changed(before, after))
+        return Graph(call, count, {k: v / count for k, v in counts.items()})
+
+    def _key(self, loop: InnerLoop, params: Params, tasks: Task) -> Hashable:
+        """Everything that a graph holds as a constant and that can be told."""
+        kind = tasks.support[0].device.type
+        return (
+            *(Same(loop.rule), loop.lr, loop.steps, loop.adapted, loop.first_order, loop.policy),
+            *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
+            *((p.shape, p.dtype, p.device, p.requires_grad) for p in params.values()),
+            *((k, v) for k, v in held(loop.model).items() if k not in self._written),
+            *(of_loss(loop.loss_fn), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        )
 
 
 def _whole(loop: InnerLoop, params: Params) -> Callable[..., list[Tensor | None]]:
@@ -132,20 +153,8 @@ def _wanted(params: Params) -> list[str]:
 
 def _inputs(params: Params, tasks: Task, weights: Tensor) -> list[Tensor]:
     first = next(iter(params.values()))
-    weights = weights.to(first.device, torch.promote_types(first.dtype, torch.float32))
+    weights = weights.to(first.device, torch.promote_types(first.dtype.to_real(), torch.float32))
     return [*(p.detach() for p in params.values()), *tasks.support, *tasks.query, weights]
-
-
-def _key(loop: InnerLoop, params: Params, tasks: Task) -> Hashable:
-    """Everything that a graph holds as a constant, but what the model's own Python does."""
-    kind = tasks.support[0].device.type
-    return (
-        *(id(loop.rule), loop.lr, loop.steps, loop.adapted, loop.first_order, loop.policy),
-        *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
-        *((p.shape, p.dtype, p.device, p.requires_grad) for p in params.values()),
-        *(m.training for m in loop.model.modules()),
-        *(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-    )
 
 
 def _is_random(target: object) -> bool:
@@ -163,11 +172,15 @@ def _without_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
 def _check(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError if a graph disagrees with the engine by more than rounding can."""
     pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if f is not None and w is not None]
-    size = math.sqrt(sum(float(w.double().square().sum()) for _, w in pairs))
-    off = math.sqrt(sum(float((f.double() - w.double()).square().sum()) for f, w in pairs))
-    double = all(w.dtype == torch.float64 for _, w in pairs)
+    size = math.sqrt(sum(float(_wide(w).abs().square().sum()) for _, w in pairs))
+    off = math.sqrt(sum(float((_wide(f) - _wide(w)).abs().square().sum()) for f, w in pairs))
+    double = all(w.dtype.to_real() == torch.float64 for _, w in pairs)
     if math.isfinite(size) and not off <= (1e-8 if double else 1e-2) * size:
         raise RuntimeError(
-            f"the traced inner loop gives other losses and gradients than the engine (off by {off / size:.1e} of their "
-            "size): does the model's forward keep something in Python? use engine='vmap'"
+            f"the traced inner loop gives other losses and gradients than the engine (off by {off:.1e}, of a "
+            f"size of {size:.1e}): does the model's forward keep something in Python? use engine='vmap'"
         )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))

@@ -44,12 +44,16 @@ def estimate(trainer: Trainer, *, quiet: bool = False) -> Estimate:
     """Train a few steps and validate once, and reckon from there; no file is written, test data are not looked at.
 
     The trainer's learner has moved afterwards. Steps are timed until five seconds of them have gone by, at least 5.
+
+    Raises:
+        ValueError: the budget does not pay for a single step.
     """
     learner, budget = trainer.learner, trainer.budget
 
     def seconds_of(step: int) -> float:
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), learner.gradient_evaluations
         learner.step(step)
+        budget.paid(learner.gradient_evaluations - spent)
         return time.perf_counter() - start
 
     if not quiet:
@@ -61,7 +65,8 @@ def estimate(trainer: Trainer, *, quiet: bool = False) -> Estimate:
         times.append(seconds_of(1 + len(times)))
     step = sum(times) / len(times)
     price = (learner.gradient_evaluations - spent) / len(times)
-    steps = budget.iterations if budget.passes is None else int(budget.passes / price + 1e-9)
+    # the last step is the one after which the dearest no longer fits
+    steps = budget.iterations if budget.passes is None else 1 + int((budget.passes - budget.dearest) / price + 1e-9)
     if not quiet:
         progress.say("timing a validation")
     start = time.perf_counter()
