@@ -624,7 +624,8 @@ class SharpMAML:
 
     def _share(self, loop: inner.InnerLoop, batch: Task) -> int:
         """How many threads may share the tasks; found out anew when modes or numbers in the model change."""
-        now = self.engine_used, inner.numbers(inner.held(self.model)) if self.engine_used == "higher" else None
+        watched = self.engine_used == "higher" and self.workers != 1
+        now = self.engine_used, inner.numbers(inner.held(self.model)) if watched else None
         known = self._shared.get(loop.training)
         if known is None or known[0] != now:
             known = now, *inner.workers(self.workers, str(self.engine_used), loop, self._params(), batch)

@@ -6,11 +6,7 @@ equations in one process.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from metasam.rules import Sharp
 
 from . import references
 from .cases import RULES, assert_same, closures_of, distance, live, params_of
+from .launch import found_by
 from .workers import CASES, KEPT, KINDS, MLP8, PARTS, STEPS, TRACELESS, WORLD, by_parts, piece
 
 distributed = torch.distributed
@@ -28,16 +25,6 @@ pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
-# a plain `-m tests.workers` may find another package of that name
-LAUNCH = """
-import sys, types, pathlib
-package = types.ModuleType("tests")
-package.__path__ = [sys.argv[1]]
-sys.modules["tests"] = package
-from tests.workers import main
-main(sys.argv[2], int(sys.argv[3]), pathlib.Path(sys.argv[4]))
-"""
-HERE = Path(__file__).parent
 BY_NAME = {c.name: c for c in RULES}
 NAMES = [name for name, *_ in CASES]
 
@@ -45,31 +32,7 @@ NAMES = [name for name, *_ in CASES]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the two ranks found: ``found(run) -> [of rank 0, of rank 1]``."""
-    folder = tmp_path_factory.mktemp("workers")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    workers = []
-    for rank in range(WORLD):
-        command = [sys.executable, "-W", "error", "-c", LAUNCH, HERE, (folder / "init").as_uri(), rank]
-        with (folder / f"{rank}.txt").open("w") as log:
-            workers.append(
-                subprocess.Popen([*map(str, command), folder / f"{rank}.pt"], env=environment, stdout=log, stderr=log)
-            )
-    try:
-        codes = [w.wait(timeout=300) for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-    assert codes == [0] * WORLD, (folder / "0.txt").read_text() + (folder / "1.txt").read_text()
-    ranks = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(WORLD)]
-
-    def of(run, text=False):
-        of_ranks = [r[run] for r in ranks]
-        for one in of_ranks:
-            assert isinstance(one, str) == text, one
-        return of_ranks
-
-    return of
+    return found_by("workers", WORLD, tmp_path_factory.mktemp("workers"))
 
 
 def start_of(problem):

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from metasam.training import assemble, metrics
 
 from . import references
 from .cases import CONV, MLP, PROBLEMS, RULES, assert_same, distance, params_of
+from .launch import environment, found_by, report
 
 distributed = torch.distributed
 pytestmark = pytest.mark.skipif(
@@ -248,60 +248,15 @@ def main(init, rank, out):
     distributed.init_process_group(
         "gloo", init_method=init, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60)
     )
-    found = {}
-    for name, run in RUNS.items():
-        start = time.perf_counter()
-        try:
-            found[name] = run(True)
-        except Exception:
-            found[name] = traceback.format_exc()
-        print(f"{name} {time.perf_counter() - start:.2f}")
-    torch.save(found, out)
+    report(RUNS, True, out)
     distributed.destroy_process_group()
 
 
 # a plain `-m tests.test_ranks` may find another package of that name
-LAUNCH = """
-import sys, types, pathlib
-package = types.ModuleType("tests")
-package.__path__ = [sys.argv[1]]
-sys.modules["tests"] = package
-from tests.test_ranks import main
-main(sys.argv[2], int(sys.argv[3]), pathlib.Path(sys.argv[4]))
-"""
-
-
-def environment():
-    paths = filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the ranks found: ``found(run) -> [of rank 0, of rank 1]``."""
-    folder = tmp_path_factory.mktemp("ranks")
-    workers = []
-    for rank in range(WORLD):
-        command = [sys.executable, "-W", "error", "-c", LAUNCH, HERE, (folder / "init").as_uri(), rank]
-        with (folder / f"{rank}.txt").open("w") as log:
-            workers.append(
-                subprocess.Popen([*map(str, command), folder / f"{rank}.pt"], env=environment(), stdout=log, stderr=log)
-            )
-    try:
-        codes = [w.wait(timeout=300) for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-    assert codes == [0] * WORLD, (folder / "0.txt").read_text() + (folder / "1.txt").read_text()
-    ranks = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(WORLD)]
-
-    def of(run, text=False):
-        of_ranks = [r[run] for r in ranks]
-        for one in of_ranks:
-            assert isinstance(one, str) == text, one
-        return of_ranks
-
-    return of
+    return found_by("test_ranks", WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 def assert_alike(of_ranks):

@@ -12,8 +12,6 @@ import dataclasses
 import datetime
 import itertools
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +26,10 @@ from metasam import SAM, AgnosticSAM, SharpnessAware
 from metasam.rules import ESAM, RandomSAM, Rule, Sharp, SparseSAM, VaSSO
 
 from .cases import CONV, MLP, PROBLEMS, RULES, RuleCase, closure_of, closures_of, params_of
+from .launch import report
 
 WORLD = 2
+
 STEPS = 3
 # eight examples: four for each worker
 MLP8, CONV8 = (dataclasses.replace(p, examples=8) for p in (MLP, CONV))
@@ -525,15 +525,7 @@ def main(init: str, rank: int, out: Path) -> None:
     distributed.init_process_group(
         "gloo", init_method=init, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=30)
     )
-    found: dict[str, Any] = {}
-    for name, run in RUNS.items():
-        start = time.perf_counter()
-        try:
-            found[name] = run(rank)
-        except Exception:
-            found[name] = traceback.format_exc()
-        print(f"{name} {time.perf_counter() - start:.2f}")
-    torch.save(found, out)
+    report(RUNS, rank, out)
     distributed.destroy_process_group()
 
 
