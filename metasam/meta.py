@@ -324,7 +324,7 @@ class SharpMAML:
             wanted = _wanted(batches, part)
             rows = self._rows(wanted, part)
             total = len(rows if self.ranks.local else wanted)
-            chunks = list(_chunks(batches, size, wanted[rows]))
+            chunks = list(_chunks(batches, size, [wanted[row] for row in rows]))
             jobs = []
             for numbers, chunk in chunks:
                 loop = dataclasses.replace(self.loop, stream=self.steps, numbers=[first + n for n in numbers])
@@ -351,7 +351,7 @@ class SharpMAML:
 
     # of several ranks
 
-    def _rows(self, wanted: Tensor, part: Part | None) -> Tensor:
+    def _rows(self, wanted: Sequence[int], part: Part | None) -> list[int]:
         """Which of the wanted tasks are this rank's."""
         if self.ascent == "local" and part is not None:
             raise ValueError(
@@ -432,7 +432,7 @@ class SharpMAML:
         with torch.no_grad():
             for given in [tasks] if isinstance(tasks, Task) else ([task] for task in tasks):
                 for batch in self._batches(given):
-                    own = self.ranks.rows(torch.arange(count, count + _size(batch)))
+                    own = self.ranks.rows(range(count, count + _size(batch)))
                     with self._ready(loop, batch) as workers:
                         chunks = list(_chunks([batch], -(-_size(batch) // workers), own))
                         jobs = [
@@ -446,7 +446,7 @@ class SharpMAML:
                     count += _size(batch)
         if not count:
             raise ValueError("expected at least one task to evaluate, got none")
-        rows = self.ranks.rows(torch.arange(count))
+        rows = self.ranks.rows(range(count))
         seen = Seen(*self.ranks.gather(rows, count, self._joined(losses), torch.cat(hits) if hits else None))
         judged = (seen.losses if seen.hits is None else seen.hits).cpu()
         loss, loss_ci95 = _mean_ci95(seen.losses.cpu())
@@ -746,22 +746,26 @@ def _size(batch: Task) -> int:
     return len(batch.support[1])
 
 
-def _wanted(batches: list[Task], part: Part | None = None) -> Tensor:
+def _wanted(batches: list[Task], part: Part | None = None) -> list[int]:
     """Numbers of the tasks that ``part`` selects, in order; all of them for None."""
-    numbers = torch.arange(sum(map(_size, batches)))
-    return numbers if part is None else numbers[part].sort().values
+    numbers = range(sum(map(_size, batches)))
+    if isinstance(part, Tensor):
+        return sorted(torch.tensor(numbers)[part.to("cpu")].tolist())
+    return list(numbers if part is None else numbers[part])
 
 
-def _chunks(batches: list[Task], size: int | None, wanted: Tensor) -> Iterator[tuple[Sequence[int], Task]]:
+def _chunks(batches: list[Task], size: int | None, wanted: Sequence[int]) -> Iterator[tuple[Sequence[int], Task]]:
     """The tasks of these numbers in chunks of at most ``size``, with their numbers."""
     first = 0
     for batch in batches:
-        inside = wanted[(wanted >= first) & (wanted < first + _size(batch))]
-        for numbers in inside.split(size or max(len(inside), 1)):
-            if len(numbers):
-                rows = (numbers - first).to(batch.support[1].device)
-                yield numbers.tolist(), batch if len(rows) == _size(batch) else batch.map(lambda t, r=rows: t[r])
-        first += _size(batch)
+        last = first + _size(batch)
+        inside = [n - first for n in wanted if first <= n < last]
+        length = size or max(len(inside), 1)
+        for start in range(0, len(inside), length):
+            rows = inside[start : start + length]
+            whole = len(rows) == _size(batch)
+            yield [first + n for n in rows], batch if whole else batch.map(lambda t, r=rows: t[r])
+        first = last
 
 
 def _accuracy(found: inner.Adapted, batch: Task) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -57,6 +57,8 @@ def _times(rho: Factor, factor: Tensor) -> Factor:
 class Steepest:
     """``eps = rho g / ||g||``, one L2 norm over all parameters (Foret et al. 2021, eq. 2 with p = 2)."""
 
+    stacks: ClassVar[bool] = True
+
     def __call__(self, params: Params, grads: Params, rho: Factor) -> Params:
         return tree.scale(grads, _times(rho, tree.normalizer(tree.squared_norm(grads))))
 
@@ -77,6 +79,8 @@ class Adaptive:
             ``"weight"`` is the authors' code (BatchNorm gains are adapted, biases are not). None adapts every
             parameter, as the most used port does, which then wants a rho of about 2.
     """
+
+    stacks: ClassVar[bool] = True
 
     eta: float = 0.01
     only: str | None = "weight"
@@ -115,6 +119,8 @@ class Adaptive:
 class Unnormalised:
     """``eps = rho g``: USAM (Andriushchenko & Flammarion 2022). Its rho is not comparable with SAM's."""
 
+    stacks: ClassVar[bool] = True
+
     def __call__(self, params: Params, grads: Params, rho: Factor) -> Params:
         return tree.scale(grads, rho)
 
@@ -134,6 +140,8 @@ class Fisher:
     Args:
         eta: how much information shrinks a direction; 0 is `Steepest`.
     """
+
+    stacks: ClassVar[bool] = True
 
     eta: float = 1.0
 

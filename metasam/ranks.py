@@ -59,9 +59,9 @@ class Ranks:
 
     # of a meta-batch
 
-    def rows(self, numbers: Tensor) -> Tensor:
+    def rows(self, numbers: Sequence[int]) -> list[int]:
         """Which of these tasks are this rank's."""
-        return (numbers % self.size == self.rank).nonzero().flatten()
+        return [row for row, number in enumerate(numbers) if number % self.size == self.rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor summed over ranks (any, of booleans), in one all-reduce."""
@@ -74,7 +74,7 @@ class Ranks:
 
     def gather(
         self,
-        rows: Tensor,
+        rows: Sequence[int],
         count: int,
         losses: Tensor,
         hits: Tensor | None,
@@ -95,9 +95,10 @@ class Ranks:
             return losses, hits
         params, means = [p for p in params if p.requires_grad], list(means)
         seen = losses.new_zeros(3, count, dtype=_dtype(params) if params else torch.float64)
-        seen[0, rows] = losses.to(seen)
+        own = torch.tensor(rows, dtype=torch.long, device=seen.device)
+        seen[0, own] = losses.to(seen)
         if hits is not None:
-            seen[1, rows], seen[2, rows] = hits.to(seen), 1.0
+            seen[1, own], seen[2, own] = hits.to(seen), 1.0
         there = torch.tensor([p.grad is not None for p in params], device=seen.device)
         grads = [_as_real(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()) for p in params]
         shares = [m.to(_dtype([m])) / self.size for m in means]

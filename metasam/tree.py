@@ -3,10 +3,12 @@
 A missing key means "no gradient": `add` keeps the union of keys, `dot` and `mul` the intersection.
 Every function has two bodies that agree: one tensor at a time, which autograd and ``vmap`` understand, and, inside
 :func:`fused`, one ``torch._foreach`` call over all tensors, which has no vmap rule but dispatches far fewer operations.
+Inside :func:`stacked` tensors have a task dimension in front, and inner products and norms are a number a task.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +26,7 @@ FLOOR = 1e-8
 """Below about this norm a direction is rounding noise: `normalizer` lets it fade to zero, smoothly."""
 
 _fused: ContextVar[bool] = ContextVar("metasam_fused", default=False)
+_stacked: ContextVar[bool] = ContextVar("metasam_stacked", default=False)
 
 
 @contextmanager
@@ -34,6 +37,22 @@ def fused(on: bool = True) -> Iterator[None]:
         yield
     finally:
         _fused.reset(token)
+
+
+@contextmanager
+def stacked() -> Iterator[None]:
+    """Within: tensors are those of T tasks, ``[T, ...]``; `dot` and `squared_norm` are ``[T]``, and so may factors be.
+
+    >>> with stacked():
+    ...     scale({"u": torch.ones(2, 3)}, dot({"u": torch.ones(2, 3)}, {"u": torch.tensor([[1.0], [2.0]])}))
+    {'u': tensor([[3., 3., 3.],
+            [6., 6., 6.]])}
+    """
+    token = _stacked.set(True)
+    try:
+        yield
+    finally:
+        _stacked.reset(token)
 
 
 def _fuses(values: Sequence[Tensor]) -> bool:
@@ -51,29 +70,34 @@ def add(a: Params, b: Params, alpha: float | Tensor = 1.0) -> Params:
     >>> add({"u": torch.ones(1)}, {"u": torch.ones(1), "v": torch.ones(1)})
     {'u': tensor([2.]), 'v': tensor([1.])}
     """
-    plain, minus = (not isinstance(alpha, Tensor) and alpha == sign for sign in (1, -1))
     rest = {k: v for k, v in b.items() if k not in a}
     shared = {k: b[k] for k in a if k in b}
-    if not plain:
+    if isinstance(alpha, Tensor):
+        rest, shared, alpha = scale(rest, alpha), scale(shared, alpha), 1
+    elif alpha != 1:
         rest = scale(rest, alpha)
-    if not plain and not minus:  # a - b is a + (-1) b to the last bit, without a copy of b
-        shared = scale(shared, alpha)
-    if _fuses(list(shared.values())):
-        both = [a[k] for k in shared], list(shared.values())
-        sums = dict(zip(shared, torch._foreach_sub(*both) if minus else torch._foreach_add(*both), strict=True))
+    values = list(shared.values())
+    if _fuses(values):  # a number needs no copy of b
+        sums = torch._foreach_add([a[k] for k in shared], values, alpha=alpha)
     else:
-        sums = {k: a[k] - v if minus else a[k] + v for k, v in shared.items()}
-    return {**a, **rest, **sums}
+        sums = tuple(torch.add(a[k], v, alpha=alpha) for k, v in shared.items())
+    return {**a, **rest, **dict(zip(shared, sums, strict=True))}
 
 
 def scale(tree: Params, factor: Factor) -> Params:
-    """``factor * tree``; a factor by key must cover every key."""
-    if isinstance(factor, Mapping):
-        return {k: v * _beside(factor[k], v) for k, v in tree.items()}
+    """``factor * tree``, of the dtypes of ``tree``; a factor by key must cover every key."""
     values = list(tree.values())
-    if _fuses(values) and _one_device(values):
+    if not isinstance(factor, Mapping) and _fuses(values) and _one_device(values):
         return dict(zip(tree, torch._foreach_mul(values, _beside(factor, values[0])), strict=True))
-    return {k: v * _beside(factor, v) for k, v in tree.items()}
+    return {k: _scaled(v, factor[k] if isinstance(factor, Mapping) else factor) for k, v in tree.items()}
+
+
+def _scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    if not isinstance(factor, Tensor):
+        return tensor * factor
+    if factor.ndim and _stacked.get():
+        factor = factor.view(-1, *[1] * (tensor.ndim - 1))
+    return (tensor * _beside(factor, tensor)).to(tensor.dtype)  # as a number, which changes no dtype
 
 
 def _beside(factor: float | Tensor, tensor: Tensor) -> float | Tensor:
@@ -107,13 +131,16 @@ def dot(a: Params, b: Params) -> Tensor:
     if shards.any_spread(v for k in shared for v in (a[k], b[k])):
         return shards.total(_share(a[k], b[k]) for k in shared)
     home = a[shared[0]].device
-    return torch.stack([_products(a[k], b[k]).to(home) for k in shared]).sum()
+    return torch.stack([_products(a[k], b[k]).to(home) for k in shared]).sum(0)
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Inner product of two tensors; of complex ones that of their real and imaginary parts."""
     a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
-    return (_wide(a) * _wide(b)).sum()
+    products = _wide(a) * _wide(b)
+    if not _stacked.get():
+        return products.sum()
+    return products.flatten(1).sum(1) if products.ndim > 1 else products
 
 
 def _share(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,5 +231,4 @@ def _by_device(values: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def _finite_norms(groups: Iterable[list[Tensor]], order: float) -> bool:
-    norms = [torch.stack(torch._foreach_norm(vs, ord=order)) for vs in groups]
-    return all(bool(torch.isfinite(n).all()) for n in norms)
+    return all(math.isfinite(torch.stack(torch._foreach_norm(vs, ord=order)).amax()) for vs in groups)

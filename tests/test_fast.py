@@ -7,6 +7,7 @@ import itertools
 import pickle
 import random
 import threading
+import time
 from typing import ClassVar
 
 import pytest
@@ -87,6 +88,7 @@ class Noting(nn.Module):
     def forward(self, x):
         if self.broken and threading.current_thread() is not threading.main_thread():
             raise ArithmeticError("no such luck")
+        time.sleep(0.005)  # or one thread may have done all before the other begins
         self.seen.append((threading.current_thread().name, torch.get_num_threads(), torch.is_autocast_enabled("cpu")))
         return self.body(x).double()
 

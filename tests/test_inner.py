@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from metasam import SharpMAML, Task, inner, tree
-from metasam.rules import Agnostic, DirectionRule, Plain, Sharp
+from metasam.perturb import Steepest
+from metasam.rules import Agnostic, DirectionRule, Plain, Sharp, stackable
 
 from . import references
 from .cases import (
@@ -18,6 +19,7 @@ from .cases import (
     ENGINES,
     MLP,
     PROBLEMS,
+    RULES,
     Problem,
     assert_same,
     distance,
@@ -125,6 +127,64 @@ def test_dropout_draws_a_mask_for_each_task(engine):
     assert all(g.isfinite().all() for g in gradients(losses.mean(), model).values())
     learner = SharpMAML(model, MLP.loss_fn, inner_lr=0.1, inner_steps=2, variant="low", engine=engine)
     assert len(set(learner.evaluate(twins).per_task)) == 1
+
+
+# a rule on the tensors of all tasks, and under vmap
+
+STACKABLE = [c for c in RULES if stackable(c.rule) and not c.refused]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("case", STACKABLE, ids=lambda c: c.name)
+def test_rules_that_stack_do_under_vmap_what_they_do_stacked(case, problem, monkeypatch):
+    model, tasks = problem.model(), problem.tasks()
+    found = []
+    for stacks in (True, False):
+        monkeypatch.setattr(inner.vmap, "stackable", lambda rule, stacks=stacks: stacks)
+        loop = inner_loop(model, problem, case.rule, keep_eps=True)
+        adapted = run_engine("vmap", loop, tasks)
+        weights = torch.arange(1.0, len(adapted.loss) + 1, dtype=adapted.loss.dtype)
+        found.append((loop, adapted, gradients((adapted.loss * weights).sum(), model)))
+    (one, stacked, gradient), (other, vmapped, wanted) = found
+    assert one.counts == other.counts
+    assert distance(gradient, wanted) < 1e-12
+    torch.testing.assert_close(stacked.loss, vmapped.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(stacked.output, vmapped.output, rtol=1e-12, atol=1e-12)
+    assert distance(stacked.params, vmapped.params) < 1e-12
+    assert len(stacked.eps) == len(vmapped.eps) == loop.steps
+    for mine, its in zip(stacked.eps, vmapped.eps, strict=True):
+        assert mine.keys() == its.keys()
+        assert all(torch.allclose(mine[k], its[k], rtol=1e-10, atol=1e-12) for k in its)
+
+
+def test_a_class_says_for_itself_that_it_stacks():
+    @dataclass(frozen=True)
+    class OwnRule(Sharp):
+        pass
+
+    @dataclass(frozen=True)
+    class OwnGeometry(Steepest):
+        pass
+
+    assert stackable(Sharp())
+    assert not stackable(OwnRule())
+    assert not stackable(Sharp(perturb=OwnGeometry()))
+    assert {c.name.partition("-")[0] for c in RULES if not stackable(c.rule)} == {
+        *("lookbehind", "momentum", "random", "rwp", "esam", "sparse")
+    }
+
+
+class Norms(DirectionRule):
+    """Reduces tensors itself, which only vmap makes a task's own."""
+
+    def direction(self, at, params, state):
+        return {k: g / (1 + g.norm()) for k, g in at().grads.items()}, state
+
+
+def test_a_rule_of_ones_own_is_right_without_saying_anything():
+    model, tasks = MLP.model(), MLP.tasks()
+    one, other = (run_engine(engine, inner_loop(model, MLP, Norms()), tasks) for engine in ENGINES)
+    assert distance(one.params, other.params) < 1e-13
 
 
 # what an engine leaves alone, and what it returns
@@ -347,7 +407,7 @@ def oracle_of(rule, examples=5):
     support = tuple(t[:examples] for t in task.support)
     return inner.loop.SupportOracle(
         inner_loop(model, MLP, rule),
-        inner.higher._gradient,
+        inner.loop.gradient,
         no_noise,
         dict(model.named_parameters()),
         {},

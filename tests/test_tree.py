@@ -100,6 +100,45 @@ def test_both_bodies_agree():
         assert distance(one, two) < 1e-6
 
 
+OF_TASKS = {
+    "dot": lambda a, b: {"": tree.dot(a, b)},
+    "squared_norm": lambda a, b: {"": tree.squared_norm(a)},
+    "scale": lambda a, b: tree.scale(a, tree.dot(a, b)),
+    "scale by key": lambda a, b: tree.scale(a, {k: i * tree.dot(a, b) for i, k in enumerate(a, 1)}),
+    "add": lambda a, b: tree.add(a, b, tree.squared_norm(b)),
+    "add of a number": lambda a, b: tree.add(a, b, -0.3),
+    "mul": tree.mul,
+    "reject": tree.reject,
+    "average": lambda a, b: tree.average(a, b, 0.3),
+    "normalised": lambda a, b: tree.scale(b, 0.1 * tree.normalizer(tree.squared_norm(b))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128], ids=str)
+@pytest.mark.parametrize("name", OF_TASKS)
+def test_stacked_is_a_loop_over_tasks(name, dtype):
+    if dtype.is_complex and name == "reject":
+        pytest.skip("no rule takes complex parameters apart")
+    generator = torch.Generator().manual_seed(0)
+    shapes = [{"scalar": (), "same": (4,), "v": (2, 3, 2)}, {"v": (2, 3, 2), "scalar": (), "other": (3,), "same": (4,)}]
+    # as many tasks as "same" has entries, which would broadcast without a word
+    a, b = ({k: torch.randn(4, *n, generator=generator, dtype=dtype) for k, n in some.items()} for some in shapes)
+    with tree.stacked():
+        found = OF_TASKS[name](a, b)
+    rows = [[{k: v[i] for k, v in t.items()} for t in (a, b)] for i in range(4)]
+    wanted = tree.stack([OF_TASKS[name](*row) for row in rows])
+    assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in wanted.items()}
+    precision = torch.finfo(dtype).eps if dtype != torch.bfloat16 or name not in ("dot", "squared_norm") else 1e-6
+    for k in wanted:
+        torch.testing.assert_close(found[k], wanted[k], rtol=8 * precision, atol=8 * precision)
+
+
+def test_stacked_ends_with_its_context():
+    with pytest.raises(KeyError), tree.stacked():
+        raise KeyError
+    assert not tree._stacked.get()
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
 def test_normalizer_is_one_over_the_norm(size):
     square = torch.tensor(size**2, dtype=torch.float64)

@@ -29,12 +29,13 @@ class Same:
 
 def held(model: nn.Module) -> Held:
     """Every attribute of every module, by name: numbers by value, also in containers, and objects by identity."""
-    return {
-        f"{name}.{k}" if name else k: _frozen(v)
-        for name, module in model.named_modules()
-        for k, v in vars(module).items()
-        if k != "_parameters" and not (isinstance(v, dict) and not v)
-    }
+    found: Held = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for k, v in vars(module).items():
+            if k != "_parameters" and not (isinstance(v, dict) and not v):
+                found[prefix + k] = _frozen(v)
+    return found
 
 
 def of_loss(loss_fn: object) -> Hashable:
@@ -59,8 +60,9 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 def _frozen(value: Any, depth: int = 4) -> Hashable:
-    if isinstance(value, PLAIN):
-        return type(value), value
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, PLAIN):  # the first is faster, and graphs ask at every pass
+        return kind, value
     if isinstance(value, torch.Generator):
         return Same(value), tuple(value.get_state().tolist())
     if isinstance(value, random.Random):

@@ -14,18 +14,8 @@ from torch import Tensor
 
 from .. import noise, tree
 from ..types import Params, Task
-from .loop import Adapted, Constants, Here, InnerLoop, Loss, Noise, check_depends
+from .loop import Adapted, Here, InnerLoop, Noise, gradient
 from .recompute import sparing
-
-
-def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> tuple[Params, Tensor]:
-    with torch.enable_grad():
-        if not graph:
-            params = {k: v.detach().requires_grad_() for k, v in params.items()}
-        value = loss(params, constants)
-        check_depends(value)
-        found = torch.autograd.grad(value, list(params.values()), create_graph=graph, allow_unused=True)
-    return {k: g for k, g in zip(params, found, strict=True) if g is not None}, value
 
 
 class Descent:
@@ -73,7 +63,7 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
             loop: InnerLoop, here: Here, steps: range, draw: Noise = draw, own: Sequence[Params] = own
         ) -> tuple[Here, list[Params]]:
             descend = Descent(here.fast, loop.lr, loop.training)
-            return loop.advance(here, steps, _gradient, draw, descend, own[steps.start : steps.stop])
+            return loop.advance(here, steps, gradient, draw, descend, own[steps.start : steps.stop])
 
         results.append(loop.run(params, task, sparing(advance), loop.judge))
     losses, outputs, adapted, traces = zip(*results, strict=True)

@@ -27,6 +27,9 @@ Loss = Callable[[Params, Constants], Tensor]
 Gradient = Callable[[Loss, Params, Constants, bool], tuple[Params, Tensor]]
 """``(loss, params, constants, graph) -> (grads, value)``: how an engine differentiates a loss in ``params``."""
 
+Lift = Callable[[Loss], Loss]
+"""The loss of one task as that of what an engine has at a time: of one task, or of many, ``[T]``."""
+
 
 Noise = Callable[[Params, tuple[int, ...]], Params]
 """``(like, key) -> standard normal tensors``: how an engine gives each task its own."""
@@ -124,13 +127,21 @@ class InnerLoop:
         buffers = {k: b.clone() for k, b in self._loose_buffers.items()}
         if self.per_step is not None:
             buffers |= self.per_step.at(step, write=clean and self.training and not self.repeats)
-        return functional_call(self.model, {**params, **buffers}, (x,))
+        return functional_call(self.model, {**params, **buffers}, (x,), tie_weights=self._tied)
 
     @cached_property
     def _loose_buffers(self) -> Params:
         """Buffers that no BatchNorm policy governs."""
         governed = tuple(f"{name}." if name else "" for name in batchnorm.norms(self.model))
         return {k: b for k, b in self.model.named_buffers() if not (governed and k.startswith(governed))}
+
+    @cached_property
+    def _tied(self) -> bool:
+        """Whether a tensor of the model has two names; looking for such ones takes longer than a small layer."""
+        return any(
+            len(list(named(remove_duplicate=False))) > len(list(named()))
+            for named in (self.model.named_parameters, self.model.named_buffers)
+        )
 
     def loss(self, params: Params, x: Tensor, y: Tensor, step: int, clean: bool = True) -> tuple[Tensor, Any]:
         """Loss and output; raises ValueError unless the loss is one number."""
@@ -144,7 +155,7 @@ class InnerLoop:
         return loss, output
 
     def run(
-        self, params: Params, task: Task, advance: Advance, judge: Judge
+        self, params: Params, task: Task, advance: Advance, judge: Judge, copies: int | None = None
     ) -> tuple[Tensor, Tensor | tuple[()], Params, list[Params]]:
         """Adapt and judge: query loss, query output, adapted parameters, displacements.
 
@@ -153,11 +164,14 @@ class InnerLoop:
             task: one task, or whatever ``advance`` and ``judge`` take for one.
             advance: how to take steps.
             judge: how to judge.
+            copies: number of tasks, where parameters that adapt are to have a task dimension.
         """
         # a view has no hooks, and autocast remembers nothing of it: a parameter's meta-gradient is all that reaches it
         params = {k: v[...] for k, v in params.items()}
         fixed = {k: v for k, v in params.items() if k not in self.adapted}
         fast = {k: v for k, v in params.items() if k in self.adapted}
+        if copies is not None:
+            fast = {k: v.expand(copies, *v.shape) for k, v in fast.items()}
         start = Here(fast, self.rule.init(fast), (fixed, *task.support))
         here, trace = advance(self, start, range(self.steps))
         fixed, *_ = here.constants
@@ -172,6 +186,7 @@ class InnerLoop:
         descend: Descent,
         given: Sequence[Params] = (),
         weight: int = 1,
+        lift: Lift | None = None,
     ) -> tuple[Here, list[Params]]:
         """Take some steps on one task: where they lead, and the displacements that they descended from.
 
@@ -183,11 +198,12 @@ class InnerLoop:
             descend: the inner optimizer.
             given: displacements to use instead of the rule's own, one a step (Sharp-MAML, eq. 14); empty: the rule's.
             weight: how many tasks this call stands for, in the counts.
+            lift: set where all tensors have a task dimension in front.
         """
         (fast, state, constants), trace = here, []
         fixed, *support = constants
         for i, step in enumerate(steps):
-            at = SupportOracle(self, gradient, noise, fast, fixed, (support[0], support[1]), step, weight)
+            at = SupportOracle(self, gradient, noise, fast, fixed, (support[0], support[1]), step, weight, lift)
             if given:
                 fast = descend(fast, at(given[i]).grads)
             else:
@@ -217,9 +233,10 @@ class SupportOracle:
         support: tuple[Tensor, Tensor],
         step: int,
         weight: int,
+        lift: Lift | None = None,
     ) -> None:
         self.loop, self.gradient, self.draw, self.params, self.fixed = loop, gradient, noise, params, fixed
-        self.support, self.step, self.weight = support, step, weight
+        self.support, self.step, self.weight, self.lift = support, step, weight, lift
         self.eps: Params | None = None
 
     def __call__(
@@ -236,7 +253,7 @@ class SupportOracle:
         loop = self.loop
         x, y = self._side(on)
         if part is not None:
-            x, y = x[part], y[part]
+            x, y = self._examples(part, x, y)
         point, fixed = (self.params if not eps else tree.add(self.params, eps)), self.fixed
         graph = graph and loop.differentiated
         if not graph:
@@ -246,11 +263,12 @@ class SupportOracle:
             fixed, x, y = constants
             return loop.loss({**fixed, **fast}, x, y, self.step, clean=eps is None)[0]
 
-        share = len(y) / len(self.support[1])
+        lifted = loss if self.lift is None else self.lift(loss)
+        share = self._count(y) / self._count(self.support[1])
         loop.counts["support" if grad else "forward"] += self.weight * share
         if not grad:
-            return Eval(loss(point, (fixed, x, y)), {})
-        grads, value = self.gradient(loss, point, (fixed, x, y), graph)
+            return Eval(lifted(point, (fixed, x, y)), {})
+        grads, value = self.gradient(lifted, point, (fixed, x, y), graph)
         return Eval(value, grads)
 
     def _side(self, on: str) -> tuple[Tensor, Tensor]:
@@ -264,16 +282,36 @@ class SupportOracle:
             raise ValueError(f"expected on='train', or 'val' of a rule that validates, got on={on!r}")
         if not self.loop.rule.validates:
             return x, y
-        if len(y) < 2:
+        count = self._count(y)
+        if count < 2:
             raise ValueError(
                 f"{type(self.loop.rule).__name__} in the inner loop splits the support set: "
-                f"expected at least 2 examples, got {len(y)}"
+                f"expected at least 2 examples, got {count}"
             )
-        held = max(1, len(y) // 5)
-        return (x[-held:], y[-held:]) if on == "val" else (x[:-held], y[:-held])
+        held = max(1, count // 5)
+        return self._examples(slice(-held, None) if on == "val" else slice(-held), x, y)
+
+    def _count(self, y: Tensor) -> int:
+        return y.shape[0 if self.lift is None else 1]
+
+    def _examples(self, part: Part, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        which = part if self.lift is None else (slice(None), part)
+        return x[which], y[which]
 
     def noise(self, like: Params, *key: int) -> Params:
         return self.draw(like, (*key, self.loop.stream, self.step))
+
+
+def gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> tuple[Params, Tensor]:
+    """`Gradient` by autograd: of a loss, or of each of many, which depend on their own parameters alone."""
+    with torch.enable_grad():
+        if not graph:
+            params = {k: v.detach().requires_grad_() for k, v in params.items()}
+        value = loss(params, constants)
+        check_depends(value)
+        total = value.sum() if value.ndim else value
+        found = torch.autograd.grad(total, list(params.values()), create_graph=graph, allow_unused=True)
+    return {k: g for k, g in zip(params, found, strict=True) if g is not None}, value
 
 
 def check_depends(loss: Tensor) -> None:
@@ -291,7 +329,7 @@ class SGD:
     rate: float
 
     def __call__(self, params: Params, grads: Params) -> Params:
-        return tree.add(params, tree.scale(grads, -self.rate))
+        return tree.add(params, grads, -self.rate)
 
     def lr(self, key: str) -> float:
         """Learning rate, the same for every key."""

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import noise
+from ..rules import stackable
 from ..types import Params, Task
+from . import stacked
 from .loop import SGD, Adapted, Constants, Here, InnerLoop, Loss, check_depends, pack
 from .recompute import sparing
 
@@ -104,6 +106,8 @@ class _Drawn(_LevelDown):
 
 def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
+    if stackable(loop.rule):
+        return stacked.run(loop, params, tasks, given)
     count = len(tasks.support[1])
     index = torch.arange(count)
     # each task draws its own dropout masks

@@ -16,6 +16,7 @@ from ..perturb import Adaptive, Fisher, Unnormalised
 from .agnostic import Agnostic as Agnostic
 from .base import DirectionRule as DirectionRule
 from .base import Rule as Rule
+from .base import stackable as stackable
 from .esam import ESAM as ESAM
 from .friendly import FriendlySAM as FriendlySAM
 from .gsam import GSAM as GSAM

@@ -32,6 +32,7 @@ class Agnostic(DirectionRule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho_train", "rho_val")
+    stacks: ClassVar[bool] = True
 
     rho_train: Factor = 0.1
     rho_val: Factor = 0.05

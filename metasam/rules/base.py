@@ -54,6 +54,11 @@ def losses_of(evaluation: Eval, rule: object) -> Tensor:
     return evaluation.losses
 
 
+def stackable(rule: Rule) -> bool:
+    """Whether a rule and its geometry say that they stack, see `Rule.stacks`."""
+    return all(vars(type(part)).get("stacks", False) for part in (rule, getattr(rule, "perturb", rule)))
+
+
 class Rule(ABC):
     """One step of one method. Implementations are frozen dataclasses; ``hyper`` names the fields that a live
     optimizer keeps in its param groups, where they can differ by group and be scheduled.
@@ -62,6 +67,10 @@ class Rule(ABC):
     hyper: ClassVar[tuple[str, ...]] = ()
     clean: ClassVar[bool] = True
     """Whether every step evaluates the training loss at the undisplaced point, where BatchNorm counts its batch."""
+    stacks: ClassVar[bool] = False
+    """Whether it can step for many tasks at once, on tensors with a task dimension in front (`metasam.tree.stacked`):
+    what it does to tensors beside calling `metasam.tree` is entry by entry. A class says so for itself, not for its
+    subclasses, and so does a geometry; the others run under ``torch.vmap``, which is slower and takes anything."""
     needs_momentum: ClassVar[bool] = False
     """Whether it asks the descent for a momentum, which the SGD of inner loops has none of."""
 

@@ -27,6 +27,7 @@ class FriendlySAM(DirectionRule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    stacks: ClassVar[bool] = True
 
     rho: Factor = 0.05
     sigma: float = 1.0

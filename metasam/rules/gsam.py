@@ -24,6 +24,7 @@ class GSAM(DirectionRule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    stacks: ClassVar[bool] = True
 
     rho: Factor = 0.05
     gap: float = 0.4

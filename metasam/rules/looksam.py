@@ -28,6 +28,7 @@ class LookSAM(DirectionRule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    stacks: ClassVar[bool] = True
 
     rho: Factor = 0.05
     every: int = 5

@@ -37,6 +37,7 @@ class Sharp(DirectionRule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    stacks: ClassVar[bool] = True
 
     rho: Factor = 0.05
     perturb: Perturb = field(default_factory=Steepest)

@@ -24,6 +24,7 @@ class VaSSO(DirectionRule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    stacks: ClassVar[bool] = True
 
     rho: Factor = 0.05
     theta: float = 0.9

@@ -27,6 +27,7 @@ class WSAM(Rule):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ("rho",)
+    stacks: ClassVar[bool] = True
 
     rho: Factor = 0.05
     gamma: float = 0.9

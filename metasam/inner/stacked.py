@@ -1,0 +1,52 @@
+"""All tasks of a meta-batch in one call, with the rule on the tensors of all of them.
+
+What `metasam.inner.vmap` does for rules that say of themselves that they stack: the forward alone is under
+``torch.vmap``. The rest is ordinary autograd, which saves a third of the time on small networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import noise, tree
+from ..types import Params, Task
+from .loop import SGD, Adapted, Constants, Here, InnerLoop, gradient
+from .recompute import sparing
+
+
+def _of_each(loss: Callable[[Params, Constants], Any]) -> Callable[[Params, Constants], Any]:
+    """Losses of all tasks, ``[T]``; parameters that do not adapt are the same for all."""
+
+    def losses(fast: Params, constants: Constants) -> Any:
+        fixed, x, y = constants
+
+        def one(x: Tensor, y: Tensor, *values: Tensor) -> Any:
+            return loss(dict(zip(fast, values, strict=True)), (fixed, x, y))
+
+        # each task draws its own dropout masks
+        return torch.vmap(one, randomness="different")(x, y, *fast.values())
+
+    return losses
+
+
+def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
+    """See `metasam.inner.loop.Engine`."""
+    count = len(tasks.support[1])
+
+    def draw(like: Params, key: tuple[int, ...]) -> Params:
+        rows = [noise.normal({k: v.detach()[i] for k, v in like.items()}, *key, loop.number(i)) for i in range(count)]
+        return tree.stack(rows)
+
+    def advance(loop: InnerLoop, here: Here, steps: range) -> tuple[Here, list[Params]]:
+        own = given[steps.start : steps.stop]
+        with tree.stacked():
+            return loop.advance(here, steps, gradient, draw, SGD(loop.lr), own, weight=count, lift=_of_each)
+
+    return Adapted(
+        *loop.run(params, tasks, sparing(advance), _of_each(partial(loop.judge, weight=count)), copies=count)
+    )
