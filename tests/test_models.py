@@ -1,5 +1,8 @@
 """The networks: shapes, the head that ANIL adapts, weights fixed by the seed, published sizes, refusals."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 
@@ -33,6 +36,31 @@ def test_shapes_head_and_seed(build, shape, features):
     assert net.head.weight.shape == (5, features)
     torch.manual_seed(3)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), build().parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "size"), [(lambda: conv4(2, 3, hidden=4), 28), (lambda: conv(2, 3, hidden=4, image_size=8), 8)]
+)
+def test_pooling_before_relu_is_the_order_of_the_papers_to_the_last_bit(build, size):
+    torch.manual_seed(0)
+    net = build().double()
+    usual = copy.deepcopy(net)
+    for block in [usual.body, *usual.body]:
+        layers = list(block) if isinstance(block, torch.nn.Sequential) else []
+        for i, (one, two) in enumerate(itertools.pairwise(layers)):
+            if isinstance(one, torch.nn.MaxPool2d) and isinstance(two, torch.nn.ReLU):
+                block[i], block[i + 1] = two, one
+    assert str(usual) != str(net)
+    x, y = torch.randn(6, 2, size, size, dtype=torch.float64), torch.arange(6) % 3
+    found = []
+    for each in (net, usual):
+        weights = list(each.parameters())
+        out = each(x)
+        loss = torch.nn.functional.cross_entropy(out, y)
+        grads = torch.autograd.grad(loss, weights, create_graph=True)
+        curved = torch.autograd.grad(sum(g.square().sum() for g in grads), weights)
+        found.append([out, *grads, *curved])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def count(build):

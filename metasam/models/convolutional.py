@@ -30,11 +30,11 @@ def conv(in_channels: int, output: int, hidden: int = 32, image_size: int = 32) 
             "use metasam.models.mlp"
         )
     layers: list[nn.Module] = []
-    for before, after, pool in (
+    for before, after, *pool in (
         (in_channels, hidden, nn.MaxPool2d(2)),
         (hidden, 2 * hidden, nn.MaxPool2d(2)),
-        (2 * hidden, 4 * hidden, nn.AdaptiveAvgPool2d(1)),
+        (2 * hidden, 4 * hidden),
     ):
-        # no bias: BatchNorm subtracts it
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(), pool]
-    return with_head([*layers, nn.Flatten()], 4 * hidden, output)
+        # no bias: BatchNorm subtracts it; a maximum before ReLU, as in `metasam.models.conv4`
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), *pool, nn.ReLU()]
+    return with_head([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()], 4 * hidden, output)
