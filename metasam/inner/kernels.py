@@ -1,0 +1,80 @@
+"""Where torch is slow on a CPU: the kernels that the inner loop uses instead, with the user's model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from .batch_norm import BatchNorm
+from .max_pool import MaxPool
+
+
+def concern(model: nn.Module) -> bool:
+    """Whether a model has layers that there is a kernel for."""
+    return any(isinstance(m, _BatchNorm | nn.MaxPool2d) for m in model.modules())
+
+
+class Kernels(TorchFunctionMode):
+    """Within: calls of ``batch_norm`` and ``max_pool2d`` that a kernel of ours can take go there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = _OURS.get(func)
+        found = None if ours is None else ours(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is None else found
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether these are ordinary tensors of one dtype on a CPU."""
+    given = [t for t in tensors if t is not None]
+    return all(
+        type(t) in (Tensor, nn.Parameter)
+        and t.device.type == "cpu"
+        and t.dtype in (torch.float32, torch.float64)
+        and t.dtype == given[0].dtype
+        for t in given
+    )
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    by_batch = training and running_mean is None and running_var is None and (weight is None) == (bias is None)
+    # what is wrong with a single value a channel is for torch to say
+    if by_batch and input.ndim > 1 and input.numel() > input.shape[1] > 0 and _plain(input, weight, bias):
+        return BatchNorm.apply(input, weight, bias, eps)
+    return None
+
+
+def _max_pool2d(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    if return_indices or input.ndim != 4 or not input.numel() or not input.is_contiguous() or not _plain(input):
+        return None
+    pairs = [[n, n] if isinstance(n, int) else list(n) for n in (kernel_size, stride or kernel_size, padding, dilation)]
+    return MaxPool.apply(input, *pairs, ceil_mode)
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _batch_norm,
+    F.max_pool2d: _max_pool2d,
+    torch.max_pool2d: _max_pool2d,
+}
