@@ -109,8 +109,8 @@ class SharpMAML:
         batchnorm: "batch", "per_step" or "frozen", see `metasam.batchnorm.POLICIES`.
         chunk_size: tasks whose graph is alive at once in `step`, in each worker; None: all for vmap, one for higher.
         workers: threads that share the tasks on a CPU, each with its part of torch's: `metasam.inner.threads`.
-            "auto": as many as torch has for an operation, if the engine is higher and the model draws no random
-            numbers.
+            "auto": as many as torch has for an operation, if the engine is higher, the model draws no random numbers,
+            and its layers are not so large that an operation keeps all threads busy.
         recompute: for long inner loops: keep the parameters of every n-th inner step only, instead of the whole graph,
             and take the n steps in between again as the meta-gradient goes back through them. "auto": about
             ``sqrt(inner_steps)``, where memory grows with the root of the steps. Costs one more inner loop, which

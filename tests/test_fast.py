@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import random
+import sys
 import threading
 import time
 from typing import ClassVar
@@ -104,6 +105,22 @@ def test_threads_inherit_autocast_and_leave_torch_its_own():
     assert {s[1:] for s in inside} == {(1, True)}
     assert len({s[0] for s in inside}) == 2
     assert len(inside) == TASKS * 3
+
+
+def test_large_layers_are_left_to_torchs_own_threads(monkeypatch):
+    torch.set_num_threads(2)
+    chosen = sys.modules["metasam.inner.choose"]
+    one = learner(CONV, engine="higher")
+    a = trained(one, CONV)
+    monkeypatch.setattr(chosen, "LARGE", 0)
+    other, asked = learner(CONV, engine="higher"), learner(CONV, engine="higher", workers=2)
+    hooks = [len(m._forward_hooks) for m in other.model.modules()]
+    b, c = (trained(maml, CONV) for maml in (other, asked))
+    assert [maml.workers_used for maml in (one, other, asked)] == [2, 1, 2]
+    assert "MiB" in other.workers_reason
+    assert [len(m._forward_hooks) for m in other.model.modules()] == hooks
+    assert_same(b, a)
+    assert_same(c, a)
 
 
 def test_an_error_in_a_thread_is_raised_and_nothing_is_changed():

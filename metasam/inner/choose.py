@@ -80,7 +80,35 @@ def workers(wanted: int | str, engine: str, loop: InnerLoop, params: Params, bat
         raise ValueError(f"workers={wanted} cannot share the tasks: {against}")
     if against:
         return 1, against
-    return (torch.get_num_threads(), "as many as torch has") if wanted == "auto" else (int(wanted), "as asked")
+    if wanted != "auto":
+        return int(wanted), "as asked"
+    largest = _largest(loop, params, batch)
+    if largest > LARGE:
+        return 1, f"layers of up to {largest / 2**20:.0f} MiB keep torch's threads busy by themselves"
+    return torch.get_num_threads(), "as many as torch has"
+
+
+LARGE = 32 * 2**20
+"""Bytes of a layer's output above which threads gain nothing by taking tasks each: an operation is long enough to be
+shared, and glibc takes memory for tensors beyond this anew from the system each time a thread asks for it."""
+
+
+def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
+    """Bytes of the largest output of a module in a forward over one query set."""
+    sizes = [0]
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            sizes.append(output.numel() * output.element_size())
+
+    hooks = [m.register_forward_hook(note) for m in loop.model.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loop.forward(params, batch.query[0][0], step=loop.steps, clean=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return max(sizes)
 
 
 def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:

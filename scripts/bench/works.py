@@ -74,31 +74,27 @@ def sinusoid(settings: Settings) -> list[Contest]:
 
 
 def conv(settings: Settings) -> list[Contest]:
-    """MAML meta-step, conv4-64, 28x28, 16 tasks, 5-way 1-shot, 15 queries a class, 5 steps, second order."""
-    makers = meta_steps.maml(settings)
-    return [
-        Contest(
-            "MAML, conv4-64, 28x28, 16 tasks, 5 steps", on(omniglot_problem(settings), makers), peers=tuple(peers.MAML)
-        )
-    ]
+    """MAML meta-step, conv4-64, 28x28, 16 tasks, 5-way 1-shot, 15 queries a class, 5 steps, as users run them."""
+    return [_as_run("MAML, conv4-64, 28x28, 16 tasks, 5 steps", omniglot_problem(settings), settings)]
 
 
 def mini(settings: Settings) -> list[Contest]:
     """MAML meta-step, conv4-32, 84x84, 4 tasks, 5-way 1-shot, 75 queries, 5 steps, second order, as users run them."""
-    problem = mini_problem(settings)
+    return [_as_run("MAML, conv4-32, 84x84, 4 tasks, 5 steps", mini_problem(settings), settings)]
+
+
+def _as_run(name: str, problem: Problem, settings: Settings) -> Contest:
     contenders = on(problem, meta_steps.maml(settings))
     kept = frozenset(contenders) - set(peers.MAML)
     same = "learn2learn, freed memory kept"
-    return [
-        Contest(
-            "MAML, conv4-32, 84x84, 4 tasks, 5 steps, a process each",
-            {**contenders, **on(problem, {same: peers.learn2learn})},
-            peers=tuple(peers.MAML),
-            own_process=True,
-            keep=kept | {same},
-            note="metasam keeps freed memory, as its commands do; its peers have the allocator as it comes",
-        )
-    ]
+    return Contest(
+        f"{name}, a process each",
+        {**contenders, **on(problem, {same: peers.learn2learn})},
+        peers=tuple(peers.MAML),
+        own_process=True,
+        keep=kept | {same},
+        note="metasam keeps freed memory, as its commands do; its peers have the allocator as it comes",
+    )
 
 
 def variants(settings: Settings) -> list[Contest]:
