@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import pickle
 import random
@@ -17,6 +18,7 @@ from torch import nn
 
 from metasam import SharpMAML, Task, inner
 from metasam.inner.choose import WIDE
+from metasam.inner.traced import MANY
 from metasam.meta import VARIANTS
 from metasam.rules import Agnostic, RandomSAM
 
@@ -421,6 +423,29 @@ def test_a_graph_is_made_anew_where_the_loss_changes(kind):
         return trained(maml, MLP)
 
     assert distance(run("traced"), run("vmap")) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (lambda maml, i: setattr(maml.model, "temperature", 1.0 + i), "the model's attributes temperature change"),
+        (lambda maml, i: setattr(maml, "loop", dataclasses.replace(maml.loop, lr=0.1 + 0.01 * i)), "settings change"),
+    ],
+    ids=["attribute", "setting"],
+)
+def test_graphs_made_over_and_over_are_warned_about_once(change, because):
+    maml = learner(MLP, engine="traced", inner_steps=1)
+    optimizer = torch.optim.SGD(maml.model.parameters(), lr=0.0)
+
+    def steps(*numbers):
+        for i in numbers:
+            change(maml, i)
+            maml.step(MLP.tasks(2), optimizer)
+
+    steps(*range(MANY - 1))
+    with pytest.warns(UserWarning, match=rf"{MANY} graphs were made so far, .* since .*{because}"):
+        steps(MANY)
+    steps(MANY + 1)  # warnings are errors
 
 
 def test_graphs_refuse_a_forward_that_counts():

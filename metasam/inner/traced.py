@@ -26,8 +26,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..types import Params, Task
 from . import vmap
-from .held import Same, changed, held, numbers, of_loss
+from .held import Held, Same, changed, held, numbers, of_loss
 from .loop import Adapted, InnerLoop
+
+MANY = 10
+"""Graphs after which a learner warns that it makes one after the other."""
 
 
 @dataclasses.dataclass
@@ -53,6 +56,7 @@ class Graphs:
         self.seconds = 0.0
         self._graphs: defaultdict[Hashable, list[Graph]] = defaultdict(list)
         self._written: set[str] = set()  # attributes that forward puts tensors into
+        self._last: Held = {}  # the model when the last graph was made
 
     def __reduce__(self) -> tuple[type[Graphs], tuple[bool]]:
         return Graphs, (self.compiled,)  # a copy makes its own
@@ -72,6 +76,7 @@ class Graphs:
             graph = self._made(loop, params, tasks)
             self.seconds += time.perf_counter() - start
             self._graphs[self._key(loop, params, tasks)].append(graph)
+            self._watch(loop)
         rows = torch.arange(graph.tasks, device=tasks.support[1].device)
         padded = tasks if count == graph.tasks else tasks.map(lambda t: t[rows % count])
         loss, output, *grads = graph.call(*_inputs(params, padded, share * (rows < count).double()))
@@ -117,6 +122,18 @@ class Graphs:
         _check(found, wanted)
         self._written.update(changed(before, after))
         return Graph(call, count, {k: v / count for k, v in counts.items()})
+
+    def _watch(self, loop: InnerLoop) -> None:
+        """Warn, once, when graphs are made over and over."""
+        now, before, self._last = numbers(held(loop.model)), self._last, numbers(held(loop.model))
+        if sum(map(len, self._graphs.values())) == MANY:
+            names = [k for k in changed(before, now) if k not in self._written]
+            because = f"the model's attributes {', '.join(names[:4])} change" if names else "shapes or settings change"
+            warnings.warn(
+                f"{MANY} graphs were made so far, in {self.seconds:.0f} s, since {because}: every other number that a "
+                "graph holds needs one of its own; keep what changes in a tensor, a buffer say, or use engine='vmap'",
+                stacklevel=2,
+            )
 
     def _key(self, loop: InnerLoop, params: Params, tasks: Task) -> Hashable:
         """Everything that a graph holds as a constant and that can be told."""
