@@ -78,12 +78,39 @@ def test_second_derivatives_of_batch_norm_are_finite_differences():
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
-def test_third_derivatives_of_batch_norm_are_refused():
+@pytest.mark.parametrize("pull", ["of the gradient", "constant"])
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_third_derivatives_of_batch_norm_are_refused(way, pull):
     x = normal(4, 2).requires_grad_()
     (g,) = torch.autograd.grad(BatchNorm.apply(x, None, None, 0.1).tanh().sum(), x, create_graph=True)
-    (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        h.sum().backward()
+    value = g.square().sum() if pull == "of the gradient" else (g * normal(4, 2, seed=1)).sum()
+    (h,) = torch.autograd.grad(value, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="got a third"):
+        h.sum().backward() if way == "backward" else torch.autograd.grad(h.sum(), x)
+
+
+def test_second_derivatives_of_a_meta_loss_with_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = normal(2, 6, 3), torch.arange(2).repeat(3).expand(2, -1)
+    tasks, params = Task((x, y), (x.flip(1), y)), list(model.parameters())
+    for first_order in (True, False):
+        maml = SharpMAML(
+            model,
+            F.cross_entropy,
+            inner_lr=0.4,
+            inner_steps=1,
+            engine="higher",
+            first_order=first_order,
+            variant="none",
+        )
+        grads = torch.autograd.grad(maml.meta_loss(tasks), params, create_graph=True)
+        value = sum(g.square().sum() for g in grads)
+        if first_order:  # of the query loss alone
+            assert all(h.isfinite().all() for h in torch.autograd.grad(value, params))
+        else:
+            with pytest.raises(RuntimeError, match="got a third"):
+                torch.autograd.grad(value, params)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +252,29 @@ def test_meta_gradients_are_those_of_torchs_kernels(settings, monkeypatch):
     off = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(*found, strict=True)))
     assert off < 1e-11 * size
     assert size > 0.1
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch has to say of compiling
+def test_a_compiled_model_is_left_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    ).double()
+    compiled = torch.compile(model, backend="eager")  # others have no second derivatives
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return compiled(x)
+
+    x, y = normal(2, 6, 2, 6, 6), torch.arange(3).repeat(2).expand(2, -1)
+    found = []
+    for each in (model, Compiled()):
+        maml = SharpMAML(each, F.cross_entropy, inner_lr=0.4, inner_steps=2, engine="higher", variant="none", workers=1)
+        found.append(torch.autograd.grad(maml.meta_loss(Task((x, y), (x.flip(1), y))), list(model.parameters())))
+    assert sum(float(g.square().sum()) for g in found[0]) > 0.01
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
@@ -61,28 +60,59 @@ class _Gradient(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> Any:
-        gy, x, weight, mean, r, gweight, gbias = ctx.saved_tensors
-        size, zero = x.numel() // x.shape[1], torch.zeros_like(r)
-        w = torch.ones_like(r) if weight is None else weight
-        b, c = (zero if v is None else v for v in (b, c))
-        rpa, m_ax, q = None, zero, zero
-        if a is not None:
-            rpa, sum_ax, _ = _backward(a, x, None, None, None, mean, r, True, ctx.eps, [True, True, True])
-            m_ax, q = sum_ax / size, (rpa * gy).transpose(0, 1).flatten(1).sum(1) / size / r
-        m_g, m_gx = gbias / size, gweight / size
-        centred = x - _of_channels(mean, x)
-        of_gy = _combined(c, (b * r, centred), (w, rpa))
-        # P gy written out
-        of_pgy = b * r - w * r.square() * m_ax
-        of_x = _combined(
-            -of_pgy * m_g,
-            (-(of_pgy * m_gx + w * r.square() * q) * r, centred),
-            (of_pgy, gy),
-            (-w * r * m_gx, rpa),
+        gy, x, weight, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            found = _second(ctx.eps, ctx.saved_tensors, (a, b, c))
+        if torch.is_grad_enabled():
+            reached = [v for v in (gy, x, weight, a, b, c) if v is not None and v.requires_grad]
+            wanted = [v for v in found if v is not None]
+            refusing = iter(_Refusing.apply(len(wanted), *wanted, *reached))
+            found = [v if v is None else next(refusing) for v in found]
+        return *found, None, None, None
+
+
+def _second(eps: float, saved: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Gradients in gy, x and weight; see the top of the file."""
+    gy, x, weight, mean, r, gweight, gbias = saved
+    a, *rest = cotangents
+    size, zero = x.numel() // x.shape[1], torch.zeros_like(r)
+    w = torch.ones_like(r) if weight is None else weight
+    b, c = (zero if v is None else v for v in rest)
+    rpa, m_ax, q = None, zero, zero
+    if a is not None:
+        rpa, sum_ax, _ = _backward(a, x, None, None, None, mean, r, True, eps, [True, True, True])
+        m_ax, q = sum_ax / size, (rpa * gy).transpose(0, 1).flatten(1).sum(1) / size / r
+    m_g, m_gx = gbias / size, gweight / size
+    centred = x - _of_channels(mean, x)
+    of_gy = _combined(c, (b * r, centred), (w, rpa))
+    # P gy written out
+    of_pgy = b * r - w * r.square() * m_ax
+    of_x = _combined(
+        -of_pgy * m_g,
+        (-(of_pgy * m_gx + w * r.square() * q) * r, centred),
+        (of_pgy, gy),
+        (-w * r * m_gx, rpa),
+    )
+    return [of_gy, of_x, None if weight is None else r * size * q]
+
+
+class _Refusing(torch.autograd.Function):
+    """Some values, and tensors that they depend on, whose gradient nobody knows.
+
+    What torch has for that, ``once_differentiable``, says nothing where a caller asks for gradients in some tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(v.view_as(v) for v in values[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "expected at most two derivatives of BatchNorm by the statistics of its batch, got a third, which torch "
+            "has none of either: use a norm made of ordinary operations"
         )
-        return of_gy, of_x, None if weight is None else r * size * q, None, None, None
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:
