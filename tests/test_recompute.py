@@ -315,8 +315,13 @@ def test_a_radius_that_needs_gradients_is_refused(engine):
 def test_a_second_derivative_of_the_meta_loss_is_refused(engine):
     model = MLP.model()
     loss = run_engine(engine, inner_loop(model, MLP, Plain(), steps=3, recompute=2), MLP.tasks(2)).loss.mean()
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    # beside another way to the parameters, which must not be taken for the only one
+    value = sum((g + p).square().sum() for g, p in zip(grads, params, strict=True))
+    with pytest.raises(RuntimeError, match="set recompute=None"):
+        torch.autograd.grad(value, params)
+    with pytest.raises(RuntimeError, match="set recompute=None"):
         sum(g.square().sum() for g in grads).backward()
 
 

@@ -22,6 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .once import constant
+
+_THIRD = (
+    "expected at most two derivatives of BatchNorm by the statistics of its batch, got a third, which torch has "
+    "none of either: use a norm made of ordinary operations"
+)
+
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
 
@@ -63,12 +70,8 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> Any:
         gy, x, weight, *_ = ctx.saved_tensors
         with torch.no_grad():
-            found = _second(ctx.eps, ctx.saved_tensors, (a, b, c))
-        if torch.is_grad_enabled():
-            reached = [v for v in (gy, x, weight, a, b, c) if v is not None and v.requires_grad]
-            wanted = [v for v in found if v is not None]
-            refusing = iter(_Refusing.apply(len(wanted), *wanted, *reached))
-            found = [v if v is None else next(refusing) for v in found]
+            found: Any = _second(ctx.eps, ctx.saved_tensors, (a, b, c))
+        found = constant(found, (gy, x, weight, a, b, c), _THIRD)
         return *found, None, None, None
 
 
@@ -95,24 +98,6 @@ def _second(eps: float, saved: tuple[Tensor, ...], cotangents: tuple[Tensor | No
         (-w * r * m_gx, rpa),
     )
     return [of_gy, of_x, None if weight is None else r * size * q]
-
-
-class _Refusing(torch.autograd.Function):
-    """Some values, and tensors that they depend on, whose gradient nobody knows.
-
-    What torch has for that, ``once_differentiable``, says nothing where a caller asks for gradients in some tensors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(v.view_as(v) for v in values[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "expected at most two derivatives of BatchNorm by the statistics of its batch, got a third, which torch "
-            "has none of either: use a norm made of ordinary operations"
-        )
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:

@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import batchnorm
 from ..types import Params
 from .loop import Advance, Here, InnerLoop, differentiable, pack
+from .once import constant
+
+_DERIVATIVE = (
+    "the meta-gradient of an inner loop with recompute has no derivative itself: set recompute=None to take one of it"
+)
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -80,15 +84,15 @@ class _Segment(torch.autograd.Function):
         return tuple(bare)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         leaves = _leaves(ctx.saved_tensors)
         with torch.enable_grad(), ctx.surroundings.again():
             found = ctx.again(leaves)
         reached = [(v, c) for v, c in zip(found, cotangents, strict=True) if c is not None and v.requires_grad]
-        ends, weights = [v for v, _ in reached], [c for _, c in reached]
+        ends, weights = [v for v, _ in reached], [c.detach() for _, c in reached]
         grads = iter(torch.autograd.grad(ends, [v for v in leaves if v.requires_grad], weights, allow_unused=True))
-        return None, None, None, *(next(grads) if v.requires_grad else None for v in leaves)
+        pulled = [next(grads) if v.requires_grad else None for v in leaves]
+        return None, None, None, *constant(pulled, (*ctx.saved_tensors, *cotangents), _DERIVATIVE)
 
 
 def _leaves(values: Iterable[Tensor]) -> list[Tensor]:
