@@ -750,8 +750,8 @@ def _wanted(batches: list[Task], part: Part | None = None) -> list[int]:
     """Numbers of the tasks that ``part`` selects, in order; all of them for None."""
     numbers = range(sum(map(_size, batches)))
     if isinstance(part, Tensor):
-        return sorted(torch.tensor(numbers)[part.to("cpu")].tolist())
-    return list(numbers if part is None else numbers[part])
+        return sorted(torch.tensor(numbers)[part.to("cpu")].flatten().tolist())
+    return list(numbers) if part is None else sorted(numbers[part])
 
 
 def _chunks(batches: list[Task], size: int | None, wanted: Sequence[int]) -> Iterator[tuple[Sequence[int], Task]]:
@@ -763,7 +763,7 @@ def _chunks(batches: list[Task], size: int | None, wanted: Sequence[int]) -> Ite
         length = size or max(len(inside), 1)
         for start in range(0, len(inside), length):
             rows = inside[start : start + length]
-            whole = len(rows) == _size(batch)
+            whole = rows == list(range(_size(batch)))
             yield [first + n for n in rows], batch if whole else batch.map(lambda t, r=rows: t[r])
         first = last
 

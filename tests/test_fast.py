@@ -125,6 +125,20 @@ def test_large_layers_are_left_to_torchs_own_threads(monkeypatch):
     assert_same(c, a)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.parametrize("engine", ["auto", "higher"])
+def test_scripted_modules_take_no_hooks(engine):
+    torch.set_num_threads(2)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
+    scripted = nn.Sequential(plain[0], torch.jit.script(plain[1]), plain[2])
+    found = []
+    for model in (plain, scripted):
+        maml = learner(MLP, model=model, engine=engine)
+        loss = maml.meta_loss(MLP.tasks(2))
+        found.append(torch.autograd.grad(loss, list(plain.parameters())))
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
+
+
 def test_an_error_in_a_thread_is_raised_and_nothing_is_changed():
     model = Noting(broken=True).double()
     before = copy.deepcopy(model.state_dict())

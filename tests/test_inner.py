@@ -187,6 +187,48 @@ def test_a_rule_of_ones_own_is_right_without_saying_anything():
     assert distance(one.params, other.params) < 1e-13
 
 
+# tensors and modules of several names
+
+
+class Repeated(nn.Module):
+    """A layer twice, by two names; ``apart``: by one, which is the same function."""
+
+    def __init__(self, apart):
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+        if not apart:
+            self.b = self.a
+            self.register_buffer("view", self.head.weight)
+        self.apart = apart
+
+    def forward(self, x):
+        again, weight = (self.a, self.head.weight) if self.apart else (self.b, self.view)
+        return again(torch.tanh(self.a(x))) @ weight.T + self.head(x)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "traced"])
+def test_a_module_of_two_names_and_a_parameter_that_is_a_buffer_too(engine):
+    torch.manual_seed(0)
+    one = Repeated(apart=True).double()
+    two = Repeated(apart=False).double()
+    two.load_state_dict(one.state_dict(), strict=False)
+    two.view = two.head.weight.detach()  # as a move to another dtype left it apart
+    two._buffers["view"] = two.head.weight
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tasks = Task((x, x.sum(-1, keepdim=True)), (x.flip(1), x.flip(1).prod(-1, keepdim=True)))
+    found = []
+    for model in (one, two):
+        maml = SharpMAML(model, nn.functional.mse_loss, inner_lr=0.1, inner_steps=2, variant="low", engine=engine)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            maml.step(tasks, optimizer)
+        judged = [maml.evaluate(tasks).loss for _ in range(2)]
+        assert judged[0] == judged[1]
+        assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values())
+        found.append({k: p.detach() for k, p in model.named_parameters()})
+    assert distance(found[1], found[0]) < 1e-13
+
+
 # what an engine leaves alone, and what it returns
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,6 +133,48 @@ def test_what_is_not_for_our_batch_norm_is_torchs(settings, x):
     )
     assert type(ours.grad_fn) is type(theirs.grad_fn)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.batch_norm(x, None, None, torch.ones(2, dtype=x.dtype), torch.ones(2, dtype=x.dtype), True),
+        lambda x: F.batch_norm(x, None, None, training=True, eps=0.0),
+        lambda x: F.batch_norm(x, None, None, training=True, momentum=None),
+        lambda x: F.max_pool2d(x, 2, stride=0),
+        lambda x: F.max_pool2d(x, 2.0),
+        lambda x: F.max_pool2d(x, "2"),
+        lambda x: F.max_pool2d(x, (2, 2, 2)),
+        lambda x: F.max_pool2d(x, 2, padding=2),
+        lambda x: F.max_pool2d(x, np.int64(2)),
+        lambda x: F.max_pool2d(x, torch.tensor(2), stride=np.int64(1)),
+    ],
+)
+def test_odd_settings_are_for_torch(call):
+    def outcome():
+        x = normal(2, 4, 6, 6).requires_grad_()
+        try:
+            return call(x).grad_fn.name()
+        except (RuntimeError, TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    theirs, ours = both(outcome)
+    assert ours == theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")  # torch's
+@pytest.mark.parametrize("layer", [lambda: nn.BatchNorm2d(2, track_running_stats=False), lambda: nn.MaxPool2d(2)])
+def test_within_torch_func_it_is_torchs(layer):
+    net, x = layer().double(), normal(3, 4, 2, 4, 4)
+    weights = normal(*net(x[0]).shape)
+
+    def loss(x):
+        return (net(x) * weights).sum()
+
+    theirs, ours = both(
+        lambda: [torch.vmap(net)(x), torch.func.grad(loss)(x[0]), torch.func.jvp(net, (x[0],), (x[1],))[1]]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_single_value_a_channel_is_the_error_that_torch_has():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import io
 import math
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from metasam import SAM, SharpMAML, Task
 from metasam.meta import VARIANTS
-from metasam.rules import LookSAM, Plain, Sharp
+from metasam.rules import DirectionRule, LookSAM, Plain, Sharp
 
 from . import references
 from .cases import (
@@ -846,3 +847,30 @@ def test_a_rule_that_needs_momentum_is_refused_in_inner_loops_of_one_step_too():
         with pytest.raises(ValueError, match="MomentumSAM needs a base optimizer with momentum, inner loops have none"):
             SharpMAML(torch.nn.Linear(1, 1), F.mse_loss, inner_lr=0.1, inner_steps=1, variant=variant, rule="momentum")
     SharpMAML(torch.nn.Linear(1, 1), F.mse_loss, inner_lr=0.1, inner_steps=1, variant="up", rule="momentum")
+
+
+def bootstrap(part):
+    """An outer rule that evaluates these tasks."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Bootstrap(DirectionRule):
+        def direction(self, at, params, state):
+            return at(part=part).grads, state
+
+    return Bootstrap()
+
+
+@each_engine
+@pytest.mark.parametrize("part", [[0, 0, 1, 1], [3, 1, 2, 0], [2, 2], slice(None, None, -1), 2], ids=str)
+def test_parts_with_tasks_again_and_in_any_order(part, engine):
+    tasks = MLP.tasks(4)
+    given = part if isinstance(part, slice) else torch.tensor(part)
+    chosen = list(range(4))[part] if isinstance(part, slice) else torch.tensor(part).reshape(-1).tolist()
+    model, expected = MLP.model(), MLP.model()
+    maml = SharpMAML(model, MLP.loss_fn, inner_lr=0.1, inner_steps=2, outer_rule=bootstrap(given), engine=engine)
+    maml.step(tasks, torch.optim.SGD(model.parameters(), lr=1.0))
+    plain = SharpMAML(expected, MLP.loss_fn, inner_lr=0.1, inner_steps=2, variant="none", engine="higher")
+    losses = [plain.meta_loss(tasks.map(lambda t, i=i: t[i : i + 1])) for i in chosen]
+    wanted = gradients(torch.stack(losses).mean(), expected)
+    moved = {k: p.detach() for k, p in model.named_parameters()}
+    assert distance({k: p.detach() - moved[k] for k, p in expected.named_parameters()}, wanted) < 1e-12

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from .. import batchnorm, tree
+from ..functional import aliases, call
 from ..types import Eval, Params
 
 Loss = Callable[[Params], Tensor]
@@ -64,13 +64,14 @@ def model_loss(
     """
     if batchnorm not in ("frozen", "batch"):
         raise ValueError(f"expected batchnorm to be 'frozen' or 'batch', got {batchnorm!r}")
-    policy = batchnorm
+    policy, tied = batchnorm, aliases(model)
 
     def on(x: Any, y: Tensor) -> Loss:
         def loss(params: Params) -> Tensor:
             with _judging(model, policy):
-                buffers = {k: b.clone() for k, b in model.named_buffers()}
-                value: Tensor = loss_fn(functional_call(model, {**buffers, **params}, (x,)), y)
+                # a buffer may be a parameter's tensor, and go with it
+                buffers = {k: b.clone() for k, b in model.named_buffers() if k not in tied}
+                value: Tensor = loss_fn(call(model, {**buffers, **params}, x, tied), y)
             return value
 
         return loss

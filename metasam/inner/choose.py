@@ -101,7 +101,7 @@ def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
         if isinstance(output, Tensor):
             sizes.append(output.numel() * output.element_size())
 
-    hooks = [m.register_forward_hook(note) for m in loop.model.modules()]
+    hooks = [m.register_forward_hook(note) for m in loop.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             loop.forward(params, batch.query[0][0], step=loop.steps, clean=False)
@@ -169,8 +169,9 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     def leave(*_: object) -> None:
         entered.pop()
 
-    hooks = [m.register_forward_pre_hook(lambda *_, n=n: entered.append(n)) for n, m in loop.model.named_modules()]
-    hooks += [m.register_forward_hook(leave) for m in loop.model.modules()]
+    modules = {n: m for n, m in loop.model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+    hooks = [m.register_forward_pre_hook(lambda *_, n=n: entered.append(n)) for n, m in modules.items()]
+    hooks += [m.register_forward_hook(leave) for m in modules.values()]
     failure: Exception | None = None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .. import batchnorm, tree
+from .. import batchnorm, functional, tree
 from ..rules import Rule
 from ..types import Descent, Eval, Params, Part, State, Task
 
@@ -127,21 +126,21 @@ class InnerLoop:
         buffers = {k: b.clone() for k, b in self._loose_buffers.items()}
         if self.per_step is not None:
             buffers |= self.per_step.at(step, write=clean and self.training and not self.repeats)
-        return functional_call(self.model, {**params, **buffers}, (x,), tie_weights=self._tied)
+        return functional.call(self.model, {**params, **buffers}, x, self._aliases)
 
     @cached_property
     def _loose_buffers(self) -> Params:
         """Buffers that no BatchNorm policy governs."""
         governed = tuple(f"{name}." if name else "" for name in batchnorm.norms(self.model))
-        return {k: b for k, b in self.model.named_buffers() if not (governed and k.startswith(governed))}
+        return {
+            k: b
+            for k, b in self.model.named_buffers()
+            if k not in self._aliases and not (governed and k.startswith(governed))
+        }
 
     @cached_property
-    def _tied(self) -> bool:
-        """Whether a tensor of the model has two names; looking for such ones takes longer than a small layer."""
-        return any(
-            len(list(named(remove_duplicate=False))) > len(list(named()))
-            for named in (self.model.named_parameters, self.model.named_buffers)
-        )
+    def _aliases(self) -> dict[str, str]:
+        return functional.aliases(self.model)
 
     def loss(self, params: Params, x: Tensor, y: Tensor, step: int, clean: bool = True) -> tuple[Tensor, Any]:
         """Loss and output; raises ValueError unless the loss is one number."""
