@@ -6,10 +6,12 @@ Each takes a `Problem` and returns a step that leaves the meta-gradient in its m
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +170,32 @@ def by_hand() -> Iterator[tuple[str, Meta, str, Meta]]:
             rule: dict[str, Any] = {"variant": "low", "rho_low": RHO} if low else {}
             ours = partial(metasam, engine=engine, **rule, workers=1)
             yield f"metasam {engine}, {name}", ours, f"by hand {make.__name__}, {name}", partial(make, low=low)
+
+
+def kernels() -> dict[str, Meta]:
+    """MAML task by task: with the inner loop's kernels, with torch's, and with those and ReLU before pooling."""
+
+    def torchs(problem: Problem) -> Step:
+        step = metasam(problem, engine="higher", workers=1)
+
+        def within() -> Any:
+            with mock.patch.object(inner.higher, "concern", return_value=False):
+                return step()
+
+        return within
+
+    def usual(problem: Problem) -> Step:
+        for block in (m for m in problem.model.modules() if isinstance(m, nn.Sequential)):
+            for i, (one, two) in enumerate(itertools.pairwise(list(block))):
+                if isinstance(one, nn.MaxPool2d) and isinstance(two, nn.ReLU):
+                    block[i], block[i + 1] = two, one
+        return torchs(problem)
+
+    return {
+        "torch's kernels": torchs,
+        "torch's kernels, ReLU before pooling": usual,
+        "metasam": partial(metasam, engine="higher", workers=1),
+    }
 
 
 def variants(engine: str) -> dict[str, Meta]:

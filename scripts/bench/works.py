@@ -97,6 +97,15 @@ def _as_run(name: str, problem: Problem, settings: Settings) -> Contest:
     )
 
 
+def kernels(settings: Settings) -> list[Contest]:
+    """MAML meta-steps with the inner loop's kernels, with torch's, and with ReLU before pooling, as papers draw it."""
+    makers = meta_steps.kernels()
+    bases = {name: "torch's kernels" for name in makers if name != "torch's kernels"}
+    problems = {"conv4-64, 28x28, 4 tasks": omniglot_problem(settings, tasks=4)}
+    problems["conv4-32, 84x84, 4 tasks"] = mini_problem(settings)
+    return [Contest(f"Kernels, {name}", on(problem, makers), bases=bases) for name, problem in problems.items()]
+
+
 def variants(settings: Settings) -> list[Contest]:
     """Sharp-MAML over MAML on the same engine, eps detached or differentiated through."""
     return [
@@ -238,6 +247,7 @@ WORKS: dict[str, Work] = {
     "sinusoid": sinusoid,
     "conv4": conv,
     "mini": mini,
+    "kernels": kernels,
     "variants": variants,
     "compiled": compiled,
     "rules": rules,
