@@ -223,6 +223,7 @@ class SharpMAML:
         self.inner_rule.init({k: p for k, p in model.named_parameters() if k in self.loop.adapted})
         self.engine_used: str | None = None
         self.engine_reason: str | None = None
+        self._kernels = False
         self.workers_used = 1
         self.workers_reason: str | None = None
         self.graphs = inner.Graphs(engine == "compiled") if engine in inner.TRACED else None
@@ -616,7 +617,9 @@ class SharpMAML:
                     self._classes = inner.classes(loop, self._params(), batch)
                     self._check_labels(batch)
                     given = loop, self._params(), batch
-                    self.engine_used, self.engine_reason = inner.choose(self.engine, *given)
+                    engine, reason = inner.choose(self.engine, *given)
+                    self._kernels, against = inner.use_kernels(engine, *given)
+                    self.engine_used, self.engine_reason = engine, "; ".join(filter(None, (reason, against)))
                 yield self._share(loop, batch)
         finally:
             for module, was_training in modes:
@@ -628,7 +631,16 @@ class SharpMAML:
         now = self.engine_used, inner.numbers(inner.held(self.model)) if watched else None
         known = self._shared.get(loop.training)
         if known is None or known[0] != now:
-            known = now, *inner.workers(self.workers, str(self.engine_used), loop, self._params(), batch)
+            known = (
+                now,
+                *inner.workers(
+                    self.workers,
+                    str(self.engine_used),
+                    dataclasses.replace(loop, kernels=self._kernels),
+                    self._params(),
+                    batch,
+                ),
+            )
             self._shared[loop.training] = known
         _, count, reason = known
         if loop.training or self.workers_reason is None:
@@ -641,7 +653,7 @@ class SharpMAML:
 
     def _job(self, loop: inner.InnerLoop, batch: Task, given: Sequence[Params] = ()) -> inner.Job:
         self._check_labels(batch)
-        return inner.Job(dataclasses.replace(loop, adapted=self._adapted()), batch, given)
+        return inner.Job(dataclasses.replace(loop, adapted=self._adapted(), kernels=self._kernels), batch, given)
 
     @property
     def _engine(self) -> inner.Engine:

@@ -6,17 +6,27 @@ import contextlib
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from metasam import SharpMAML, Task, inner
+from metasam import SharpMAML, Task
+from metasam.inner import kernels
 from metasam.inner.batch_norm import BatchNorm
-from metasam.inner.kernels import Kernels, concern
-from metasam.inner.max_pool import AT_ONCE, MaxPool
+from metasam.inner.convolution import Convolution
+from metasam.inner.kernels import WIDE, Kernels, arranged, concern
 from metasam.models import conv4
+
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """Inputs as small as those below are for torch otherwise."""
+    monkeypatch.setattr(kernels, "PLACES", 0)
+    monkeypatch.setattr(kernels, "NUMBERS", 0)
+
 
 SHAPES = [(6, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 2)]
 
@@ -54,12 +64,14 @@ def normalised(x, weight, bias, cotangents, eps=0.3):
     [(True, None), (True, 0), (True, 1), (True, 2), (False, None)],
     ids=["all", "of x", "of weight", "of bias", "not affine"],
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, "channels last"], ids=str)
 def test_batch_norm_is_torchs(shape, affine, only):
+    shape, lie = ((4, 3, 5, 2), {"memory_format": LAST}) if shape == "channels last" else (shape, {})
     x, weight, bias = 2 * normal(*shape) + 1, *((normal(3, seed=1), normal(3, seed=2)) if affine else (None, None))
-    pulls = [normal(*shape, seed=4), normal(3, seed=5), normal(3, seed=6)]
+    pulls = [normal(*shape, seed=4).contiguous(**lie), normal(3, seed=5), normal(3, seed=6)]
     pulls = [p if only in (None, i) else None for i, p in enumerate(pulls)]
-    theirs, ours = both(partial(normalised, x, weight, bias, [normal(*shape, seed=3), *pulls]))
+    gy = normal(*shape, seed=3).contiguous(**lie)
+    theirs, ours = both(partial(normalised, x.contiguous(**lie), weight, bias, [gy, *pulls]))
     assert type(ours[0].grad_fn).__name__ == "BatchNormBackward"
     assert type(theirs[0].grad_fn).__name__ != "BatchNormBackward"
     assert torch.equal(ours[0], theirs[0])
@@ -141,13 +153,6 @@ def test_what_is_not_for_our_batch_norm_is_torchs(settings, x):
         lambda x: F.batch_norm(x, None, None, torch.ones(2, dtype=x.dtype), torch.ones(2, dtype=x.dtype), True),
         lambda x: F.batch_norm(x, None, None, training=True, eps=0.0),
         lambda x: F.batch_norm(x, None, None, training=True, momentum=None),
-        lambda x: F.max_pool2d(x, 2, stride=0),
-        lambda x: F.max_pool2d(x, 2.0),
-        lambda x: F.max_pool2d(x, "2"),
-        lambda x: F.max_pool2d(x, (2, 2, 2)),
-        lambda x: F.max_pool2d(x, 2, padding=2),
-        lambda x: F.max_pool2d(x, np.int64(2)),
-        lambda x: F.max_pool2d(x, torch.tensor(2), stride=np.int64(1)),
     ],
 )
 def test_odd_settings_are_for_torch(call):
@@ -182,85 +187,171 @@ def test_a_single_value_a_channel_is_the_error_that_torch_has():
         nn.BatchNorm1d(2)(torch.ones(1, 2))
 
 
-# max-pooling
+@pytest.mark.parametrize("last", [False, True], ids=["gradients last", "images last"])
+def test_gradients_that_lie_otherwise_than_images(last):
+    x, gy, pull = (normal(4, 3, 5, 2, seed=i) for i in range(3))
+    lie = [v.contiguous(memory_format=LAST) if last == (i == 0) else v for i, v in enumerate((x, gy, pull))]
+    wanted, found = (normalised(v, normal(3), normal(3), [g, p, None, None]) for v, g, p in ((x, gy, pull), lie))
+    with Kernels():
+        ours = normalised(lie[0], normal(3), normal(3), [*lie[1:], None, None])
+    for outcome in (found, ours):
+        for a, b in zip((outcome[0], *outcome[1], *outcome[2]), (wanted[0], *wanted[1], *wanted[2]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
-POOLS = {
-    "2": {"kernel_size": 2},
-    "3, stride 2, padded": {"kernel_size": 3, "stride": 2, "padding": 1},
-    "dilated": {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2},
-    "rounded up": {"kernel_size": 2, "ceil_mode": True},
-    "oblong": {"kernel_size": (2, 3), "stride": (1, 2), "padding": (0, 1)},
+
+# convolution
+
+CONVOLUTIONS = {
+    "3x3": ((2, 16, 5, 6), (3, 16, 3, 3), {"padding": 1}),
+    "of one channel": ((2, 1, 5, 6), (16, 1, 3, 3), {}),
+    "strided": ((2, 4, 7, 6), (16, 4, 3, 2), {"stride": (2, 1), "padding": [1, 0]}),
+    "dilated": ((2, 4, 7, 6), (16, 4, 3, 2), {"dilation": 2}),
+    "in groups": ((2, 4, 5, 6), (16, 2, 3, 3), {"groups": 2, "padding": 1}),
+    "of each channel": ((2, 16, 4, 4), (16, 1, 3, 3), {"groups": 16}),
+    "1x1": ((2, 4, 3, 3), (16, 4, 1, 1), {}),
+    "of one place": ((2, 4, 3, 3), (16, 4, 3, 3), {}),
 }
 
 
-def pooled(x, settings, gy, a):
-    x = x.clone().requires_grad_()
-    y = F.max_pool2d(x, **settings)
-    gy = gy(y).requires_grad_()
-    (gx,) = torch.autograd.grad(y, x, gy, create_graph=True)
-    return y, gx, torch.autograd.grad((gx * a).sum(), gy)[0]
-
-
-@pytest.mark.parametrize("kind", ["as drawn", "ties", "nan", "inf"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", POOLS)
-def test_max_pooling_is_torchs_to_the_last_bit(name, dtype, kind):
-    x = normal(3, 4, 9, 11, dtype=dtype)
-    if kind == "ties":
-        x = x.relu().round()
-    elif kind != "as drawn":
-        x.view(-1)[::7] = float(kind)
-    theirs, ours = both(
-        lambda: pooled(
-            x, POOLS[name], lambda y: normal(*y.shape, seed=1, dtype=dtype), normal(*x.shape, seed=2, dtype=dtype)
-        )
-    )
-    assert type(ours[0].grad_fn).__name__ == "MaxPoolBackward"
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.shape == b.shape
-        assert a.is_contiguous()
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def test_many_images_are_pooled_a_few_at_a_time():
-    x = normal(5, 2, 300, 400, dtype=torch.float32)
-    assert x.numel() > AT_ONCE > x[:4].numel()
-    theirs, ours = both(
-        lambda: pooled(x, {"kernel_size": 2}, lambda y: normal(*y.shape).float(), normal(*x.shape).float())
-    )
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_derivatives_of_max_pooling_of_any_order():
-    x = normal(2, 2, 4, 6).requires_grad_()
-
-    def call(x):
-        return MaxPool.apply(x, [2, 2], [2, 2], [0, 0], [1, 1], False).square()
-
-    assert torch.autograd.gradgradcheck(call, x)
-    (g,) = torch.autograd.grad((call(x) * F.max_pool2d(x, 2)).sum(), x, create_graph=True)  # of x^3 at the maxima
-    (h,) = torch.autograd.grad(g.sum(), x, create_graph=True)
-    (third,) = torch.autograd.grad(h.sum(), x)
-    assert torch.equal(third, 6.0 * (third != 0))
-    assert int((third != 0).sum()) == 2 * 2 * 6
+def convolved(x, w, bias, settings, pull=(True, True, True), of_x=True):
+    """Output, gradients, and second derivatives of the gradients that are pulled at."""
+    leaves = [v.clone().requires_grad_(of_x or i > 0) for i, v in enumerate((x, w, bias)) if v is not None]
+    y = F.conv2d(*leaves, **settings)
+    gy = normal(*y.shape, seed=3).requires_grad_()
+    inputs = [v for v in leaves if v.requires_grad]
+    first = torch.autograd.grad(y, inputs, gy, create_graph=True)
+    pulled = [(g * normal(*g.shape, seed=4 + i)).sum() for i, g in enumerate(first) if pull[i + 3 - len(first)]]
+    wanted = [gy, *inputs]
+    second = torch.autograd.grad(sum(pulled), wanted, allow_unused=True)
+    return y, first, [torch.zeros_like(v) if s is None else s for v, s in zip(wanted, second, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("x", "settings"),
+    ("biased", "of_x", "pull"),
     [
-        (normal(2, 4, 4), {}),
-        (normal(2, 3, 4, 4).to(memory_format=torch.channels_last), {}),
-        (normal(2, 3, 4, 4).to(torch.bfloat16), {}),
-        (normal(0, 3, 4, 4), {}),
-        (normal(2, 3, 4, 4), {"return_indices": True}),
+        (True, True, (True, True, True)),
+        (True, True, (True, False, False)),
+        (True, True, (False, True, False)),
+        (True, True, (False, False, True)),
+        (False, True, (False, True, True)),
+        (True, False, (True, True, True)),
     ],
-    ids=["no batch", "channels last", "bfloat16", "no image", "indices"],
+    ids=["all", "of x", "of w", "of bias", "no bias", "images constant"],
 )
-def test_what_is_not_for_our_max_pooling_is_torchs(x, settings):
-    x = x.requires_grad_()
-    theirs, ours = (found[0] if settings else found for found in both(lambda: F.max_pool2d(x, 2, **settings)))
-    assert type(ours.grad_fn) is type(theirs.grad_fn)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution_is_torchs(name, biased, of_x, pull):
+    of, by, settings = CONVOLUTIONS[name]
+    x, w, bias = normal(*of), normal(*by, seed=1), normal(by[0], seed=2) if biased else None
+    if not biased:
+        pull = (*pull[1:], False)  # there are two gradients
+    theirs, ours = both(partial(convolved, x, w, bias, settings, pull, of_x))
+    assert type(ours[0].grad_fn).__name__ == "ConvolutionBackward"
+    assert type(theirs[0].grad_fn).__name__ == "ConvolutionBackward0"
+    assert ours[0].is_contiguous(memory_format=LAST)
+    for a, b in zip((ours[0], *ours[1], *ours[2]), (theirs[0], *theirs[1], *theirs[2]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert any(b.abs().max() > 1e-3 for b in theirs[2])
+
+
+@pytest.mark.parametrize("name", ["strided", "in groups"])
+def test_derivatives_of_convolution_are_finite_differences(name):
+    of, by, settings = CONVOLUTIONS[name]
+    inputs = [v.requires_grad_() for v in (normal(*of), normal(*by, seed=1), normal(by[0], seed=2))]
+
+    def call(x, w, bias):
+        with Kernels():
+            return F.conv2d(x, w, bias, **settings).square()  # so that third derivatives have something to say
+
+    def gradient(x, w, bias):
+        return torch.autograd.grad(call(x, w, bias).sum(), (x, w, bias), create_graph=True)
+
+    assert torch.autograd.gradcheck(call, inputs, check_undefined_grad=False)
+    assert torch.autograd.gradgradcheck(call, inputs, check_undefined_grad=False)
+    assert torch.autograd.gradgradcheck(gradient, inputs, check_undefined_grad=False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: F.conv2d(x, w, padding="same"),
+        lambda x, w: F.conv2d(x, w, groups=2),
+        lambda x, w: F.conv2d(x, w, stride=0),
+        lambda x, w: F.conv2d(x, w, stride=(1, 1, 1)),
+        lambda x, w: F.conv2d(x, w, torch.zeros(3, dtype=x.dtype)),
+        lambda x, w: F.conv2d(x, w, padding=-1),
+        lambda x, w: F.conv2d(x[0], w),
+        lambda x, w: F.conv2d(x[:0], w),
+        lambda x, w: F.conv2d(x, w[0]),
+        lambda x, w: F.conv2d(x[..., :1], w),
+        lambda x, w: F.conv2d(x, w.float()),
+        lambda x, w: F.conv2d(x.bfloat16(), w.bfloat16()),
+        lambda x, w: F.conv2d(x[:, :1], w[:4, :1]),
+    ],
+)
+def test_odd_convolutions_are_for_torch(call):
+    def outcome():
+        x, w = normal(2, WIDE, 6, 6).requires_grad_(), normal(WIDE, WIDE, 3, 3)
+        try:
+            return call(x, w).grad_fn.name()
+        except (RuntimeError, TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    theirs, ours = both(outcome)
+    assert ours in (theirs, theirs if isinstance(theirs, tuple) else "")
+
+
+def test_under_autocast_convolution_is_torchs():
+    x, w = normal(2, WIDE, 6, 6).float().requires_grad_(), normal(WIDE, WIDE, 3, 3).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs, ours = both(lambda: F.conv2d(x, w))
+    assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, theirs)
+
+
+def test_small_convolutions_and_norms_are_for_torch(monkeypatch):
+    monkeypatch.undo()
+    with Kernels():
+        y = F.conv2d(normal(5, WIDE, 3, 3), normal(WIDE, WIDE, 3, 3).requires_grad_(), padding=1)
+        z = F.batch_norm(y, None, None, training=True)
+    assert type(y.grad_fn).__name__ == "ConvolutionBackward0"
+    assert type(z.grad_fn).__name__ == "NativeBatchNormBackward0"
+    assert y.is_contiguous(memory_format=LAST)
+
+
+@pytest.mark.parametrize("shape", [(2, -1), (2, 4, -1), (2, 2, 2, 3, 4), (-1,)], ids=str)
+def test_images_can_be_viewed(shape):
+    x = normal(2, 4, 3, 4)
+    last = x.contiguous(memory_format=LAST)
+    if shape in ((2, -1), (-1,)):
+        with pytest.raises(RuntimeError, match="view"):
+            last.view(shape)
+    with Kernels():
+        for found in (last.view(shape), last.view(*shape), last.view(size=shape), last.view_as(x.view(shape))):
+            assert torch.equal(found, x.view(shape))
+        assert last.view(2, 4, 12).data_ptr() == last.data_ptr()  # where there is one, it is a view
+        for wrong in ((2, 5, -1), (3,)):
+            with pytest.raises(RuntimeError, match="is invalid for input"):
+                last.view(wrong)
+
+
+def test_parameters_are_arranged_and_their_gradients_are_not():
+    w = {
+        "wide": normal(WIDE, 3, 2, 2),
+        "narrow": normal(3, 2, 2, 2),
+        "bias": normal(WIDE),
+        "half": normal(WIDE, 1, 2, 2),
+    }
+    w["half"] = w["half"].bfloat16()
+    leaves = {k: v.requires_grad_() for k, v in w.items()}
+    found = arranged(leaves)
+    assert list(found) == list(w)
+    assert all(torch.equal(found[k], w[k]) for k in w)
+    assert {k for k in w if found[k] is not w[k]} == {"wide"}
+    assert found["wide"].stride() == (12, 1, 6, 3)
+    (g,) = torch.autograd.grad((found["wide"] ** 3).sum(), leaves["wide"], create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), leaves["wide"])
+    assert g.is_contiguous()
+    torch.testing.assert_close(h, 6 * w["wide"].detach(), rtol=1e-14, atol=0)
 
 
 # in the loop
@@ -268,33 +359,151 @@ def test_what_is_not_for_our_max_pooling_is_torchs(x, settings):
 
 def test_models_with_layers_that_they_are_for():
     assert concern(conv4(1, 2))
+    assert concern(nn.Conv2d(1, WIDE, 3))
     assert concern(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert not concern(nn.Conv2d(1, WIDE - 1, 3))
     assert not concern(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.AvgPool2d(2)))
+    assert not concern(nn.Sequential(nn.Conv2d(1, WIDE, 3), nn.InstanceNorm2d(WIDE)))
+
+
+class View(nn.Module):
+    def forward(self, x):
+        return x.view(x.size(0), -1)
+
+
+class Skip(nn.Module):
+    """A residual block, and what it was fed beside it."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.Tanh())
+
+    def forward(self, x):
+        return torch.cat([x, x + self.inner(x)], dim=1)
+
+
+MODELS = {
+    "max": lambda: [nn.BatchNorm2d(16), nn.MaxPool2d(2), nn.ReLU()],
+    "padded max": lambda: [nn.MaxPool2d(3, 2, 1), nn.ELU()],
+    "average": lambda: [nn.BatchNorm2d(16, affine=False), nn.Softplus(), nn.AvgPool2d(2)],
+    "adaptive": lambda: [nn.Tanh(), nn.AdaptiveAvgPool2d((2, 3)), nn.AdaptiveMaxPool2d(2)],
+    "groups": lambda: [nn.GroupNorm(4, 16), nn.SiLU(), nn.LPPool2d(2, 2)],
+    "layer": lambda: [nn.LayerNorm([16, 8, 8]), nn.GELU(), nn.MaxPool2d(4)],
+    "prelu": lambda: [nn.PReLU(16), nn.Upsample(scale_factor=2, mode="bilinear"), nn.AvgPool2d(8)],
+    "shuffled": lambda: [nn.PixelShuffle(2), nn.Tanh(), nn.PixelUnshuffle(4), nn.Conv2d(64, 4, 1)],
+    "unfolded": lambda: [nn.Unfold(4, stride=4), nn.Tanh()],
+    "local": lambda: [nn.LocalResponseNorm(3), nn.ZeroPad2d(1), nn.ReflectionPad2d(2), nn.Conv2d(16, 3, 5, 3)],
+    "transposed": lambda: [nn.Tanh(), nn.ConvTranspose2d(16, 4, 3, 2), nn.AvgPool2d(4)],
+    "beside": lambda: [Skip(16), nn.Conv2d(32, 16, 3, groups=4), nn.BatchNorm2d(16), nn.AvgPool2d(2)],
+    "of channels": lambda: [nn.Softmax2d(), nn.ChannelShuffle(4), nn.Conv2d(16, 16, 3, groups=16), nn.AvgPool2d(2)],
+}
+
+
+@pytest.mark.parametrize("flatten", [nn.Flatten, View])
+@pytest.mark.parametrize("name", MODELS)
+def test_meta_gradients_of_many_kinds_of_models(name, flatten):
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), *MODELS[name](), flatten())
+    model = nn.Sequential(body, nn.Linear(body(torch.zeros(2, 2, 8, 8)).shape[1], 3)).double()
+    found = of_both_kernels(model, normal(2, 6, 2, 8, 8), steps=2)
+    off, size = (math.sqrt(sum(float(v.square().sum()) for v in vs)) for vs in (map(torch.sub, *found), found[1]))
+    assert off < 1e-11 * size
+    assert size > 1e-3
+
+
+def of_both_kernels(model, x, steps=3, **settings):
+    """Loss and meta-gradient, with our kernels and with torch's."""
+    y, found = torch.arange(3).repeat(x.shape[1] // 3).expand(len(x), -1), []
+    tasks = Task((x, y), (x.flip(1), y.flip(1)))
+    for ours in (True, False):
+        settings = {"variant": "none", "workers": 1, **settings}
+        maml = SharpMAML(model, F.cross_entropy, inner_lr=0.4, inner_steps=steps, engine="higher", **settings)
+        maml.evaluate(tasks)
+        assert maml._kernels
+        maml._kernels = ours
+        maml.step(tasks, torch.optim.SGD(model.parameters(), lr=0.0))
+        model.zero_grad()
+        loss = maml.meta_loss(tasks)
+        loss.backward()
+        assert all(p.grad.is_contiguous() for p in model.parameters())
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize(
-    "settings", [{"variant": "none"}, {"variant": "both"}, {"variant": "low", "recompute": 2}], ids=str
+    "settings",
+    [
+        {},
+        {"variant": "both"},
+        {"variant": "both", "reuse_inner_eps": True},
+        {"variant": "low", "recompute": 2},
+        {"inner_params": ["*.0.weight"]},
+        {"batchnorm": "per_step"},
+        {"inner_rule": "gsam", "variant": "low"},
+        {"first_order": True},
+    ],
+    ids=str,
 )
 def test_meta_gradients_are_those_of_torchs_kernels(settings, monkeypatch):
     torch.manual_seed(0)
-    model = conv4(2, 3, hidden=4, image_size=16).double()
-    x, y = normal(2, 6, 2, 16, 16), torch.arange(3).repeat(2).expand(2, -1)
-    tasks, found, used = Task((x, y), (x.flip(1), y.flip(1))), [], []
-    apply = BatchNorm.apply
-    monkeypatch.setattr(BatchNorm, "apply", lambda *a: (used.append(len(found)), apply(*a))[1])
-    for kernels in (True, False):
-        monkeypatch.setattr(inner.higher, "concern", lambda model, kernels=kernels: kernels)
-        maml = SharpMAML(model, F.cross_entropy, inner_lr=0.4, inner_steps=3, engine="higher", workers=1, **settings)
-        maml.step(tasks, torch.optim.SGD(model.parameters(), lr=0.0))
-        loss = maml.meta_loss(tasks)
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        model.zero_grad()
-    assert set(used) == {0}  # the second time it was torch's
-    size = math.sqrt(sum(float(b.square().sum()) for b in found[1]))
-    off = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(*found, strict=True)))
-    assert off < 1e-11 * size
+    model, used = conv4(2, 3, hidden=16, image_size=16).double(), []
+    for kernel in (BatchNorm, Convolution):
+        monkeypatch.setattr(kernel, "apply", lambda *a, apply=kernel.apply: (used.append(1), apply(*a))[1])
+    found = of_both_kernels(model, normal(2, 6, 2, 16, 16), **settings)
+    assert used
+    off, size = (math.sqrt(sum(float(v.square().sum()) for v in vs)) for vs in (map(torch.sub, *found), found[1]))
+    assert off < 1e-10 * size
     assert size > 0.1
+
+
+class Stubborn(nn.Module):
+    """Takes images to lie as usual, as an extension may."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "raises":
+            return x.as_strided(x.shape, x.stride()).flatten(1) if x.is_contiguous() else x.no_such_thing
+        if self.how == "aliases":
+            x.view(len(x), -1).mul_(3.0)
+            return x.flatten(1)
+        return x.as_strided((len(x), x[0].numel()), (x[0].numel(), 1))
+
+
+@pytest.mark.parametrize("how", ["raises", "aliases", "reads memory"])
+def test_models_that_images_must_lie_as_usual_for(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), Stubborn(how), nn.Linear(256, 3)).double()
+    x, y = normal(2, 6, 2, 6, 6), torch.arange(3).repeat(2).expand(2, -1)
+    maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
+    loss = maml.meta_loss(Task((x, y), (x.flip(1), y)))
+    assert not maml._kernels
+    assert "channels lie last" in maml.engine_reason
+    maml._kernels = False
+    assert torch.equal(loss, maml.meta_loss(Task((x, y), (x.flip(1), y))))
+
+
+def test_trying_kernels_out_leaves_no_trace():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5).flatten(1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), Noisy(), nn.Linear(256, 3))
+    x, y = normal(2, 6, 2, 6, 6).float(), torch.arange(3).repeat(2).expand(2, -1)
+    before, state = [v.clone() for v in model.state_dict().values()], torch.get_rng_state()
+    maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
+    found = [maml.meta_loss(Task((x, y), (x.flip(1), y))).detach()]
+    assert maml._kernels
+    assert maml.engine_reason == "as asked"
+    assert maml.counts == {"support": 4.0, "query": 2.0, "forward": 0.0}
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))
+    torch.set_rng_state(state)
+    found.append(maml.meta_loss(Task((x, y), (x.flip(1), y))).detach())
+    assert torch.equal(*found)
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch has to say of compiling

@@ -8,6 +8,7 @@ from .backward import backward as backward
 from .choose import check_labels as check_labels
 from .choose import choose as choose
 from .choose import classes as classes
+from .choose import use_kernels as use_kernels
 from .choose import workers as workers
 from .held import held as held
 from .held import numbers as numbers

@@ -60,6 +60,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         ctx: Any, gy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        gy = gy.contiguous(memory_format=_format(x))
         found = _backward(gy, x, weight, None, None, mean, scale, True, eps, [True, True, True])
         ctx.save_for_backward(gy, x, weight, mean, scale, *found[1:])
         ctx.eps = eps
@@ -84,8 +85,9 @@ def _second(eps: float, saved: tuple[Tensor, ...], cotangents: tuple[Tensor | No
     b, c = (zero if v is None else v for v in rest)
     rpa, m_ax, q = None, zero, zero
     if a is not None:
+        a = a.contiguous(memory_format=_format(x))
         rpa, sum_ax, _ = _backward(a, x, None, None, None, mean, r, True, eps, [True, True, True])
-        m_ax, q = sum_ax / size, (rpa * gy).transpose(0, 1).flatten(1).sum(1) / size / r
+        m_ax, q = sum_ax / size, (rpa * gy).sum([d for d in range(gy.ndim) if d != 1]) / size / r
     m_g, m_gx = gbias / size, gweight / size
     centred = x - _of_channels(mean, x)
     of_gy = _combined(c, (b * r, centred), (w, rpa))
@@ -98,6 +100,12 @@ def _second(eps: float, saved: tuple[Tensor, ...], cotangents: tuple[Tensor | No
         (-w * r * m_gx, rpa),
     )
     return [of_gy, of_x, None if weight is None else r * size * q]
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    """How x lies in memory; kernels are fast where all do alike."""
+    last = x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:

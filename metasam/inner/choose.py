@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sys
 from collections import defaultdict
@@ -13,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
 from . import higher, threads, vmap
+from .agree import apart
 from .held import changed, held
+from .kernels import concern
 from .loop import InnerLoop
 
 
@@ -109,6 +112,47 @@ def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
         for hook in hooks:
             hook.remove()
     return max(sizes)
+
+
+def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[bool, str | None]:
+    """Whether to use those of `metasam.inner.kernels`, tried on the first task; why not, where they would be for it.
+
+    A model can tell how its images lie in memory: a scripted module or an extension that takes them to lie as usual.
+    """
+    if engine != "higher" or batch.support[0].device.type != "cpu" or not concern(loop.model):
+        return False, None
+    one = batch.map(lambda t: t[:1])
+
+    def found(kernels: bool) -> tuple[list[Tensor | None], bool]:
+        """Loss and meta-gradient of one inner step, and whether random numbers were drawn."""
+        short = dataclasses.replace(
+            loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
+        )
+        with torch.random.fork_rng(devices=[]):
+            before = _generators()
+            leaves = {k: p.detach().requires_grad_(p.requires_grad) for k, p in params.items()}
+            loss = higher.run(short, leaves, one).loss.sum()
+            wanted = [p for p in leaves.values() if p.requires_grad] if loss.requires_grad else []
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
+            return [loss.detach(), *grads], before != _generators()
+
+    plain, drawn = found(False)  # what fails now is the caller's error
+    try:
+        fast, _ = found(True)
+    except Exception as error:  # whatever a user's module raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
+    off, size = apart(fast, plain)
+    if drawn or off <= SAME * size or not math.isfinite(size):  # masks are drawn in the order of the memory
+        return True, None
+    return False, (
+        "on torch's kernels, as the model gives something else for images whose channels lie last (loss and "
+        f"meta-gradient are off by {off:.1e}, of a size of {size:.1e})"
+    )
+
+
+SAME = 0.1
+"""Part of its size that a meta-gradient may be off by: in float32 the order of sums alone makes a thousandth of it."""
 
 
 def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:

@@ -7,7 +7,6 @@ keeps tied weights tied; ``higher`` supplies the differentiable update, given gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from .. import noise, tree
 from ..types import Params, Task
-from .kernels import Kernels, concern
-from .loop import Adapted, Constants, Here, InnerLoop, Noise, gradient
+from .kernels import arranged
+from .loop import Adapted, Here, InnerLoop, Noise, gradient
 from .recompute import sparing
 
 
@@ -54,12 +53,7 @@ class Descent:
 
 def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
-    results, kernels = [], Kernels if concern(loop.model) else nullcontext
-
-    def judge(fast: Params, constants: Constants) -> tuple[Tensor, Tensor | tuple[()]]:
-        with kernels():
-            return loop.judge(fast, constants)
-
+    results, params = [], arranged(params) if loop.kernels else params
     for i, task in enumerate(tasks.unbind()):
         own = [{k: v[i] for k, v in eps.items()} for eps in given]
 
@@ -70,10 +64,9 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
             loop: InnerLoop, here: Here, steps: range, draw: Noise = draw, own: Sequence[Params] = own
         ) -> tuple[Here, list[Params]]:
             descend = Descent(here.fast, loop.lr, loop.training)
-            with kernels():
-                return loop.advance(here, steps, gradient, draw, descend, own[steps.start : steps.stop])
+            return loop.advance(here, steps, gradient, draw, descend, own[steps.start : steps.stop])
 
-        results.append(loop.run(params, task, sparing(advance), judge))
+        results.append(loop.run(params, task, sparing(advance), loop.judge))
     losses, outputs, adapted, traces = zip(*results, strict=True)
     return Adapted(
         torch.stack(losses),

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import batchnorm, functional, tree
 from ..rules import Rule
 from ..types import Descent, Eval, Params, Part, State, Task
+from .kernels import Kernels
 
 Constants = tuple[Params, Tensor, Tensor]
 """What a loss depends on beside the parameters that adapt: the other parameters, x and y."""
@@ -80,6 +81,7 @@ class InnerLoop:
         training: whether somebody differentiates the query loss; otherwise no graph outlives a step.
         policy: BatchNorm policy, see `metasam.batchnorm.POLICIES`.
         per_step: the statistics of the policy "per_step".
+        kernels: whether the forward and the loss run within `metasam.inner.kernels.Kernels`; "higher" alone can.
         keep_eps: return the displacements, for a second pass to reuse.
         recompute: how many steps go between two that are kept for backward, see `metasam.inner.recompute`; None: the
             whole graph is kept.
@@ -99,6 +101,7 @@ class InnerLoop:
     training: bool = True
     policy: str = "batch"
     per_step: batchnorm.PerStep | None = None
+    kernels: bool = False
     keep_eps: bool = False
     recompute: int | None = None
     stream: int = 0
@@ -144,8 +147,9 @@ class InnerLoop:
 
     def loss(self, params: Params, x: Tensor, y: Tensor, step: int, clean: bool = True) -> tuple[Tensor, Any]:
         """Loss and output; raises ValueError unless the loss is one number."""
-        output = self.forward(params, x, step, clean)
-        loss = self.loss_fn(output, y)
+        with Kernels() if self.kernels else nullcontext():
+            output = self.forward(params, x, step, clean)
+            loss = self.loss_fn(output, y)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..types import Params, Task
 from . import vmap
+from .agree import apart
 from .held import Held, Same, changed, held, numbers, of_loss
 from .loop import Adapted, InnerLoop
 
@@ -188,16 +189,10 @@ def _without_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError if a graph disagrees with the engine by more than rounding can."""
-    pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if f is not None and w is not None]
-    size = math.sqrt(sum(float(_wide(w).abs().square().sum()) for _, w in pairs))
-    off = math.sqrt(sum(float((_wide(f) - _wide(w)).abs().square().sum()) for f, w in pairs))
-    double = all(w.dtype.to_real() == torch.float64 for _, w in pairs)
+    off, size = apart(found, wanted)
+    double = all(w.dtype.to_real() == torch.float64 for w in wanted if w is not None)
     if math.isfinite(size) and not off <= (1e-8 if double else 1e-2) * size:
         raise RuntimeError(
             f"the traced inner loop gives other losses and gradients than the engine (off by {off:.1e}, of a "
             f"size of {size:.1e}): does the model's forward keep something in Python? use engine='vmap'"
         )
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
