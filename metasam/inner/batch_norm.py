@@ -90,14 +90,15 @@ def _second(eps: float, saved: tuple[Tensor, ...], cotangents: tuple[Tensor | No
         m_ax, q = sum_ax / size, (rpa * gy).sum([d for d in range(gy.ndim) if d != 1]) / size / r
     m_g, m_gx = gbias / size, gweight / size
     centred = x - _of_channels(mean, x)
-    of_gy = _combined(c, (b * r, centred), (w, rpa))
+    br, wr = b * r, w * r
+    of_gy = _combined(c, (br, centred), (w, rpa))
     # P gy written out
-    of_pgy = b * r - w * r.square() * m_ax
+    of_pgy = br - wr * r * m_ax
     of_x = _combined(
         -of_pgy * m_g,
-        (-(of_pgy * m_gx + w * r.square() * q) * r, centred),
+        (-(of_pgy * m_gx + wr * r * q) * r, centred),
         (of_pgy, gy),
-        (-w * r * m_gx, rpa),
+        (-wr * m_gx, rpa),
     )
     return [of_gy, of_x, None if weight is None else r * size * q]
 

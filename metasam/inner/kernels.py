@@ -74,9 +74,9 @@ class Kernels(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = _OURS.get(func)
         # a compiler would take the second derivative of our functions for that of their outputs alone
-        ours = None if torch.compiler.is_compiling() else _OURS.get(func)
-        found = None if ours is None else ours(*args, **(kwargs or {}))
+        found = None if ours is None or torch.compiler.is_compiling() else ours(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is None else found
 
 
