@@ -326,9 +326,9 @@ class SharpMAML:
             rows = self._rows(wanted, part)
             total = len(rows if self.ranks.local else wanted)
             chunks = list(_chunks(batches, size, [wanted[row] for row in rows]))
-            jobs = []
+            jobs, settled = [], dataclasses.replace(self._settled(self.loop), stream=self.steps)
             for numbers, chunk in chunks:
-                loop = dataclasses.replace(self.loop, stream=self.steps, numbers=[first + n for n in numbers])
+                loop = dataclasses.replace(settled, numbers=[first + n for n in numbers])
                 known = [displacements[n] for n in numbers if n in displacements]
                 given = [tree.stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
                 jobs.append(self._job(loop, chunk, given))
@@ -436,8 +436,9 @@ class SharpMAML:
                     own = self.ranks.rows(range(count, count + _size(batch)))
                     with self._ready(loop, batch) as workers:
                         chunks = list(_chunks([batch], -(-_size(batch) // workers), own))
+                        settled = self._settled(loop)
                         jobs = [
-                            self._job(dataclasses.replace(loop, numbers=[count + n for n in numbers]), chunk)
+                            self._job(dataclasses.replace(settled, numbers=[count + n for n in numbers]), chunk)
                             for numbers, chunk in chunks
                         ]
                         results = inner.backward(self._engine, self._params(), jobs, 1, workers=workers)
@@ -623,7 +624,8 @@ class SharpMAML:
                 yield self._share(loop, batch)
         finally:
             for module, was_training in modes:
-                module.training = was_training
+                if module.training != was_training:
+                    module.training = was_training
 
     def _share(self, loop: inner.InnerLoop, batch: Task) -> int:
         """How many threads may share the tasks; found out anew when modes or numbers in the model change."""
@@ -648,12 +650,16 @@ class SharpMAML:
         return count
 
     def _adapt(self, loop: inner.InnerLoop, batch: Task) -> inner.Adapted:
-        job = self._job(loop, batch)
+        job = self._job(self._settled(loop), batch)
         return self._engine(job.loop, self._params(), job.tasks)
+
+    def _settled(self, loop: inner.InnerLoop) -> inner.InnerLoop:
+        """The loop as it is now that the engine is chosen; which parameters are frozen may have changed."""
+        return dataclasses.replace(loop, adapted=self._adapted(), kernels=self._kernels)
 
     def _job(self, loop: inner.InnerLoop, batch: Task, given: Sequence[Params] = ()) -> inner.Job:
         self._check_labels(batch)
-        return inner.Job(dataclasses.replace(loop, adapted=self._adapted(), kernels=self._kernels), batch, given)
+        return inner.Job(loop, batch, given)
 
     @property
     def _engine(self) -> inner.Engine:

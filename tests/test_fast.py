@@ -542,3 +542,12 @@ def test_compiled_is_the_engine():
     a, b = (trained(maml, problem, steps=3) for maml in (plain, compiled))
     assert distance(b, a) < 1e-9
     assert compiled.counts == plain.counts
+    strided = problem.tasks(TASKS, seed=3).map(lambda t: t.transpose(0, 1).contiguous().transpose(0, 1))
+    assert not strided.support[0].is_contiguous()
+    for tasks in (strided, strided.map(lambda t: t[1:])):  # however they lie, and however many
+        found = []
+        for maml in (plain, compiled):
+            maml.step(tasks, torch.optim.SGD(maml.model.parameters(), lr=0.1))
+            found.append({k: p.detach().clone() for k, p in maml.model.named_parameters()})
+        assert distance(*found) < 1e-9
+    assert sum(map(len, compiled.graphs._graphs.values())) == 1

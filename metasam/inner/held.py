@@ -33,9 +33,16 @@ def held(model: nn.Module) -> Held:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for k, v in vars(module).items():
-            if k != "_parameters" and not (isinstance(v, dict) and not v):
+            if k not in _TORCHS and not (isinstance(v, dict) and not v):
                 found[prefix + k] = _frozen(v)
     return found
+
+
+_TORCHS = {
+    *("_parameters", "_non_persistent_buffers_set", "_is_full_backward_hook"),
+    *(k for k in vars(nn.Module()) if "state_dict" in k),
+}
+"""What modules hold that a call does not depend on, or that is no attribute: graphs ask at every pass."""
 
 
 def of_loss(loss_fn: object) -> Hashable:

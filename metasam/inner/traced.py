@@ -42,6 +42,15 @@ class Graph:
     tasks: int
     counts: dict[str, float]
     """Evaluations that a call stands for, a task."""
+    last: tuple[tuple[int, float, torch.device], tuple[Tensor, Tensor]] | None = None
+
+    def rows(self, count: int, share: float, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which tasks to run for ``count`` of them, and the weights of those: 0 for repeated ones."""
+        asked = count, share, device
+        if self.last is None or self.last[0] != asked:
+            rows = torch.arange(self.tasks, device=device)
+            self.last = asked, (rows % count, share * (rows < count).double())
+        return self.last[1]
 
 
 class Graphs:
@@ -69,8 +78,8 @@ class Graphs:
             ValueError: the model or the rule draws random numbers while it adapts, or forward counts in Python.
             RuntimeError: it could not be traced or compiled, or a graph does not compute what the engine does.
         """
-        count = len(tasks.support[1])
-        known = self._graphs.get(self._key(loop, params, tasks), [])
+        count, key = len(tasks.support[1]), self._key(loop, params, tasks)
+        known = self._graphs.get(key, [])
         graph = next((g for g in known if g.tasks >= count), None)
         if graph is None:
             start = time.perf_counter()
@@ -78,9 +87,9 @@ class Graphs:
             self.seconds += time.perf_counter() - start
             self._graphs[self._key(loop, params, tasks)].append(graph)
             self._watch(loop)
-        rows = torch.arange(graph.tasks, device=tasks.support[1].device)
-        padded = tasks if count == graph.tasks else tasks.map(lambda t: t[rows % count])
-        loss, output, *grads = graph.call(*_inputs(params, padded, share * (rows < count).double()))
+        rows, weights = graph.rows(count, share, tasks.support[1].device)
+        padded = tasks if count == graph.tasks else tasks.map(lambda t: t[rows])
+        loss, output, *grads = graph.call(*_inputs(params, padded, weights))
         for k, v in graph.counts.items():
             loop.counts[k] += v * count
         found = Adapted(loss[:count], () if output is None else output[:count], {}, [])
@@ -112,7 +121,7 @@ class Graphs:
                         f"expected a model and a rule that draw no random numbers while they adapt, got "
                         f"{', '.join(sorted(random))}: use engine='vmap'"
                     )
-                call = _without_autograd(torch.compile(traced, dynamic=False) if self.compiled else traced)
+                call = _without_autograd(_compiled(traced, inputs) if self.compiled else traced)
                 found = call(*inputs)
             except (RuntimeError, NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
                 what, instead = ("compiled", "traced") if self.compiled else ("traced", "vmap")
@@ -144,6 +153,7 @@ class Graphs:
             *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
             *((p.shape, p.dtype, p.device, p.requires_grad) for p in params.values()),
             *((k, v) for k, v in held(loop.model).items() if k not in self._written),
+            torch.get_num_threads() if self.compiled else None,
             *(of_loss(loop.loss_fn), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
 
@@ -172,7 +182,27 @@ def _wanted(params: Params) -> list[str]:
 def _inputs(params: Params, tasks: Task, weights: Tensor) -> list[Tensor]:
     first = next(iter(params.values()))
     weights = weights.to(first.device, torch.promote_types(first.dtype.to_real(), torch.float32))
-    return [*(p.detach() for p in params.values()), *tasks.support, *tasks.query, weights]
+    # machine code is for tensors that lie as those it was made with
+    return [t.detach().contiguous() for t in (*params.values(), *tasks.support, *tasks.query, weights)]
+
+
+def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Machine code of a graph, without the checks around it, which take a tenth of its time: a key has looked already.
+
+    It is compiled by way of ``torch.compile``, for the sake of its cache.
+    """
+    made: list[Callable[..., Any]] = []
+
+    def backend(inner: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+        code = torch._inductor.compile(inner, list(examples))
+        if [e.data_ptr() for e in examples] == [i.data_ptr() for i in inputs]:
+            made.append(code)
+        return code
+
+    checked = torch.compile(graph, backend=backend, dynamic=False)
+    with torch.no_grad():
+        checked(*inputs)
+    return made[0] if len(made) == 1 else checked
 
 
 def _is_random(target: object) -> bool:
