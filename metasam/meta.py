@@ -223,7 +223,8 @@ class SharpMAML:
         self.inner_rule.init({k: p for k, p in model.named_parameters() if k in self.loop.adapted})
         self.engine_used: str | None = None
         self.engine_reason: str | None = None
-        self._kernels = False
+        self._kernels = True  # until a model is found not to take them
+        self._tried: set[tuple[object, ...]] = set()
         self.workers_used = 1
         self.workers_reason: str | None = None
         self.graphs = inner.Graphs(engine == "compiled") if engine in inner.TRACED else None
@@ -617,15 +618,21 @@ class SharpMAML:
                 if self.engine_used is None:
                     self._classes = inner.classes(loop, self._params(), batch)
                     self._check_labels(batch)
-                    given = loop, self._params(), batch
-                    engine, reason = inner.choose(self.engine, *given)
-                    self._kernels, against = inner.use_kernels(engine, *given)
-                    self.engine_used, self.engine_reason = engine, "; ".join(filter(None, (reason, against)))
+                    self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
+                self._try_kernels(loop, batch)
                 yield self._share(loop, batch)
         finally:
             for module, was_training in modes:
                 if module.training != was_training:
                     module.training = was_training
+
+    def _try_kernels(self, loop: inner.InnerLoop, batch: Task) -> None:
+        """Once a mode and size of examples: what a model does in training, or with larger images, may need torch's."""
+        case = loop.training, batch.support[0].shape[2:]
+        if self._kernels and case not in self._tried:
+            self._kernels, against = inner.use_kernels(str(self.engine_used), loop, self._params(), batch)
+            self.engine_reason = "; ".join(filter(None, (self.engine_reason, against)))
+            self._tried.add(case)
 
     def _share(self, loop: inner.InnerLoop, batch: Task) -> int:
         """How many threads may share the tasks; found out anew when modes or numbers in the model change."""

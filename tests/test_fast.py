@@ -18,7 +18,7 @@ from torch import nn
 
 from metasam import SharpMAML, Task, inner
 from metasam.inner.choose import WIDE
-from metasam.inner.traced import MANY
+from metasam.inner.traced import MANY, _inputs
 from metasam.meta import VARIANTS
 from metasam.rules import Agnostic, RandomSAM
 
@@ -551,3 +551,12 @@ def test_compiled_is_the_engine():
             found.append({k: p.detach().clone() for k, p in maml.model.named_parameters()})
         assert distance(*found) < 1e-9
     assert sum(map(len, compiled.graphs._graphs.values())) == 1
+
+
+def test_signs_still_to_be_taken_reach_no_machine_code():
+    a, b = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    x = torch.complex(a, b).conj().imag  # a view of b whose sign is a flag
+    assert x.is_neg()
+    _, support, *_ = found = _inputs({"w": a}, Task((x, b), (a, b)), torch.ones(2))
+    assert not any(t.is_neg() or t.is_conj() for t in found)
+    assert torch.equal(support, -b)

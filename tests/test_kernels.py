@@ -486,18 +486,74 @@ def test_models_that_images_must_lie_as_usual_for(how):
     assert torch.equal(loss, maml.meta_loss(Task((x, y), (x.flip(1), y))))
 
 
-def test_trying_kernels_out_leaves_no_trace():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return F.dropout(x, 0.5).flatten(1)
+class Quiet(nn.Module):
+    """In place through a view: a small change of what it is called with."""
 
+    def forward(self, x):
+        x.view(len(x), -1).mul_(0.99)
+        return x.flatten(1)
+
+
+class Noisy(nn.Module):
+    """Draws numbers, and does something else for channels last."""
+
+    def forward(self, x):
+        torch.rand(1)
+        x.view(len(x), -1).mul_(0.1)
+        return x.flatten(1)
+
+
+class Trains(nn.Module):
+    """Needs images to lie as usual, but in training alone."""
+
+    def forward(self, x):
+        return Stubborn("raises")(x) if self.training else x.flatten(1)
+
+
+@pytest.mark.parametrize("layer", [Quiet, Noisy])
+def test_a_model_is_not_trusted_with_what_changes_little_or_cannot_be_told(layer):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), Noisy(), nn.Linear(256, 3))
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), layer(), nn.Linear(256, 3)).double()
+    x, y = normal(2, 6, 2, 6, 6), torch.arange(3).repeat(2).expand(2, -1)
+    maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
+    maml.meta_loss(Task((x, y), (x.flip(1), y)))
+    assert not maml._kernels
+    assert "channels lie last" in maml.engine_reason or "channels last" in maml.engine_reason
+
+
+@pytest.mark.parametrize("first", ["evaluate", "adapt", "small images"])
+def test_kernels_are_tried_again_in_training_and_for_other_images(first):
+    torch.manual_seed(0)
+    head = nn.AdaptiveAvgPool1d(6)
+    layer = Stubborn("raises") if first == "small images" else Trains()
+    model = nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), layer, head, nn.Linear(6, 3)).double()
+    x, y = normal(2, 6, 2, 6, 6), torch.arange(3).repeat(2).expand(2, -1)
+    maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
+    if first == "evaluate":
+        maml.evaluate(Task((x, y), (x.flip(1), y)))
+    elif first == "adapt":
+        maml.adapt(Task((x[0], y[0]), (x[0].flip(0), y[0])))
+    else:
+        maml.meta_loss(Task((x[..., :1, :1], y), (x[..., :1, :1].flip(1), y)))
+    assert maml._kernels
+    loss = maml.meta_loss(Task((x, y), (x.flip(1), y)))
+    assert not maml._kernels
+    assert "channels lie last" in maml.engine_reason
+    other = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
+    other._kernels = False
+    assert torch.equal(loss, other.meta_loss(Task((x, y), (x.flip(1), y))))
+
+
+def test_trying_kernels_out_leaves_no_trace():
+    torch.manual_seed(0)
+    dropout = nn.Dropout(0.5)
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), dropout, nn.Flatten(), nn.Linear(256, 3))
     x, y = normal(2, 6, 2, 6, 6).float(), torch.arange(3).repeat(2).expand(2, -1)
     before, state = [v.clone() for v in model.state_dict().values()], torch.get_rng_state()
     maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
     found = [maml.meta_loss(Task((x, y), (x.flip(1), y))).detach()]
     assert maml._kernels
+    assert dropout.training
     assert maml.engine_reason == "as asked"
     assert maml.counts == {"support": 4.0, "query": 2.0, "forward": 0.0}
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
@@ -128,7 +131,7 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
         short = dataclasses.replace(
             loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _all_kept(loop.model):
             before = _generators()
             leaves = {k: p.detach().requires_grad_(p.requires_grad) for k, p in params.items()}
             loss = higher.run(short, leaves, one).loss.sum()
@@ -143,7 +146,10 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
     off, size = apart(fast, plain)
-    if drawn or off <= SAME * size or not math.isfinite(size):  # masks are drawn in the order of the memory
+    if drawn:  # in the order of the memory: other numbers for other places
+        return False, "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last"
+    same = SAME[next(iter(params.values())).dtype]
+    if off <= same * size or not math.isfinite(size):
         return True, None
     return False, (
         "on torch's kernels, as the model gives something else for images whose channels lie last (loss and "
@@ -151,8 +157,21 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     )
 
 
-SAME = 0.1
+SAME = defaultdict(lambda: 0.1, {torch.float64: 1e-6, torch.float32: 0.01})
 """Part of its size that a meta-gradient may be off by: in float32 the order of sums alone makes a thousandth of it."""
+
+
+@contextlib.contextmanager
+def _all_kept(model: nn.Module) -> Iterator[None]:
+    """Within: dropout keeps everything."""
+    dropping = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
+    for module in dropping:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in dropping:
+            module.training = True
 
 
 def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:

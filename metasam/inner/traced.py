@@ -182,8 +182,9 @@ def _wanted(params: Params) -> list[str]:
 def _inputs(params: Params, tasks: Task, weights: Tensor) -> list[Tensor]:
     first = next(iter(params.values()))
     weights = weights.to(first.device, torch.promote_types(first.dtype.to_real(), torch.float32))
-    # machine code is for tensors that lie as those it was made with
-    return [t.detach().contiguous() for t in (*params.values(), *tasks.support, *tasks.query, weights)]
+    # machine code is for tensors that lie as those it was made with, with no sign or conjugation still to be taken
+    given = (*params.values(), *tasks.support, *tasks.query, weights)
+    return [t.detach().resolve_conj().resolve_neg().contiguous() for t in given]
 
 
 def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
