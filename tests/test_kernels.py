@@ -510,11 +510,12 @@ class Trains(nn.Module):
         return Stubborn("raises")(x) if self.training else x.flatten(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layer", [Quiet, Noisy])
-def test_a_model_is_not_trusted_with_what_changes_little_or_cannot_be_told(layer):
+def test_a_model_is_not_trusted_with_what_changes_little_or_cannot_be_told(layer, dtype):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 16, 3), layer(), nn.Linear(256, 3)).double()
-    x, y = normal(2, 6, 2, 6, 6), torch.arange(3).repeat(2).expand(2, -1)
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), layer(), nn.Linear(256, 3)).to(dtype)
+    x, y = normal(2, 6, 2, 6, 6).to(dtype), torch.arange(3).repeat(2).expand(2, -1)
     maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
     maml.meta_loss(Task((x, y), (x.flip(1), y)))
     assert not maml._kernels

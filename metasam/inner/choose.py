@@ -126,7 +126,7 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
         return False, None
     one = batch.map(lambda t: t[:1])
 
-    def found(kernels: bool) -> tuple[list[Tensor | None], bool]:
+    def found(kernels: bool, params: Params, one: Task) -> tuple[list[Tensor | None], bool]:
         """Loss and meta-gradient of one inner step, and whether random numbers were drawn."""
         short = dataclasses.replace(
             loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
@@ -139,16 +139,21 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
             grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
             return [loss.detach(), *grads], before != _generators()
 
-    plain, drawn = found(False)  # what fails now is the caller's error
+    same, given = SAME, (params, one)
+    try:  # where rounding flips no ReLU
+        wide = {k: _double(p) for k, p in params.items()}, one.map(_double)
+        plain, drawn = found(False, *wide)
+        same, given = SAME_IN_DOUBLE, wide
+    except Exception:  # a module may have numbers of one precision
+        plain, drawn = found(False, *given)  # what fails now is the caller's error
     try:
-        fast, _ = found(True)
+        fast, _ = found(True, *given)
     except Exception as error:  # whatever a user's module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
     off, size = apart(fast, plain)
     if drawn:  # in the order of the memory: other numbers for other places
         return False, "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last"
-    same = SAME[next(iter(params.values())).dtype]
     if off <= same * size or not math.isfinite(size):
         return True, None
     return False, (
@@ -157,8 +162,15 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     )
 
 
-SAME = defaultdict(lambda: 0.1, {torch.float64: 1e-6, torch.float32: 0.01})
-"""Part of its size that a meta-gradient may be off by: in float32 the order of sums alone makes a thousandth of it."""
+SAME, SAME_IN_DOUBLE = 0.1, 1e-6
+"""Part of its size that a meta-gradient may be off by. In float32 the order of sums makes a thousandth of it, and some
+hundredths where it turns a ReLU or a pool; in double precision nothing of the kind."""
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if tensor.dtype != torch.float32:
+        return tensor
+    return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
