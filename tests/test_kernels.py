@@ -519,7 +519,7 @@ def test_a_model_is_not_trusted_with_what_changes_little_or_cannot_be_told(layer
     maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
     maml.meta_loss(Task((x, y), (x.flip(1), y)))
     assert not maml._kernels
-    assert "channels lie last" in maml.engine_reason or "channels last" in maml.engine_reason
+    assert "channels lie last" in maml.engine_reason
 
 
 @pytest.mark.parametrize("first", ["evaluate", "adapt", "small images"])

@@ -8,7 +8,7 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -126,28 +126,28 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
         return False, None
     one = batch.map(lambda t: t[:1])
 
-    def found(kernels: bool, params: Params, one: Task) -> tuple[list[Tensor | None], bool]:
+    def found(kernels: bool, cast: Callable[[Tensor], Tensor]) -> tuple[list[Tensor | None], bool]:
         """Loss and meta-gradient of one inner step, and whether random numbers were drawn."""
         short = dataclasses.replace(
             loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
         )
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), _all_kept(loop.model):
             before = _generators()
-            leaves = {k: p.detach().requires_grad_(p.requires_grad) for k, p in params.items()}
-            loss = higher.run(short, leaves, one).loss.sum()
+            leaves = {k: cast(p.detach()).requires_grad_(p.requires_grad) for k, p in params.items()}
+            loss = higher.run(short, leaves, one.map(cast)).loss.sum()
             wanted = [p for p in leaves.values() if p.requires_grad] if loss.requires_grad else []
             grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
             return [loss.detach(), *grads], before != _generators()
 
-    same, given = SAME, (params, one)
-    try:  # where rounding flips no ReLU
-        wide = {k: _double(p) for k, p in params.items()}, one.map(_double)
-        plain, drawn = found(False, *wide)
-        same, given = SAME_IN_DOUBLE, wide
+    cast: Callable[[Tensor], Tensor] = _double
+    same = SAME_IN_DOUBLE
+    try:  # where rounding turns no ReLU
+        plain, drawn = found(False, cast)
     except Exception:  # a module may have numbers of one precision
-        plain, drawn = found(False, *given)  # what fails now is the caller's error
+        same, cast = SAME, Tensor.detach
+        plain, drawn = found(False, cast)  # what fails now is the caller's error
     try:
-        fast, _ = found(True, *given)
+        fast, _ = found(True, cast)
     except Exception as error:  # whatever a user's module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
@@ -168,9 +168,7 @@ hundredths where it turns a ReLU or a pool; in double precision nothing of the k
 
 
 def _double(tensor: Tensor) -> Tensor:
-    if tensor.dtype != torch.float32:
-        return tensor
-    return tensor.detach().double().requires_grad_(tensor.requires_grad)
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
 @contextlib.contextmanager
