@@ -106,23 +106,24 @@ def run(
                     ours, theirs = context.Pipe(duplex=False)
                     # not a daemon: it must live to save its run when we are interrupted
                     process = context.Process(target=_work, args=(job or train, cells[i], command, theirs))
+                    running[ours] = i, process  # before it starts: whatever interrupts us knows of it
                     process.start()
                     theirs.close()
-                    running[ours] = i, process
                 for pipe in wait(list(running), timeout=1.0):
                     assert isinstance(pipe, Connection)
-                    i, process = running.pop(pipe)
+                    i, process = running[pipe]
                     said = _heard(pipe)
                     process.join()
                     ended = _ended(cells[i], file)
                     reason = said or f"its process died with exit code {process.exitcode}"
                     found[i] = Failure(reason, False) if ended is None else ended
+                    del running[pipe]
                     bar.update(len(found), cells[i].folder.as_posix())
         except KeyboardInterrupt:
-            for _, process in running.values():
-                if process.pid is not None:
-                    os.kill(process.pid, signal.SIGTERM)
-            for _, process in running.values():
+            started = [process for _, process in running.values() if process.pid is not None]
+            for process in started:
+                process.terminate()  # unlike os.kill, no error for one that has just ended by itself
+            for process in started:
                 process.join()
             raise Interrupted(f"stopped with {len(found)} of {len(cells)} runs finished, the others saved") from None
     return [found[i] for i in range(len(cells))]

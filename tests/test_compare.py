@@ -3,12 +3,14 @@
 import csv
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from metasam.checkpoint import CheckpointError
 from metasam.scripts import compare, study
 from metasam.training.folder import alone
+from metasam.training.trainer import Interrupted
 
 ENTRIES = ["plain", "sam", "agnostic rule.lookahead=false tasks.holdout=0.2"]
 TINY = [
@@ -213,6 +216,19 @@ def test_cells_that_end_badly_do_not_take_the_others_along(tmp_path):
     (tmp_path / "good/results.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"results\.json is damaged: remove it"):
         study.run([good])
+
+
+def test_an_interruption_that_meets_a_run_just_ended(tmp_path, monkeypatch):
+    def too_late(pipes, timeout):
+        monkeypatch.undo()
+        assert wait(pipes, 60)  # each says so when its process ends
+        for process in multiprocessing.active_children():
+            process.join()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "wait", too_late)
+    with pytest.raises(Interrupted, match="stopped with 0 of 2 runs finished"):
+        study.run([cell(tmp_path / "a"), cell(tmp_path / "b")], workers=2, job=study.judge)  # there is nothing to judge
 
 
 def assert_gone(group):
