@@ -242,20 +242,16 @@ def assert_gone(group):
     pytest.fail("a worker outlived its study by 10 s")
 
 
-def test_a_killed_study_goes_on_where_it_was(tmp_path):
+def test_a_killed_study_goes_on_where_it_was(tmp_path, spawn):
     code = "from metasam.scripts.compare import main; main()"
     words = [*TINY[:-1], "rules=[plain,sam]", "study=s", "budget.passes=400", "grid=null", "seeds=4"]
     arguments = [sys.executable, "-c", code, *words]
 
-    def start():
-        pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen(arguments, cwd=tmp_path, start_new_session=True, **pipes)
-
     for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        process = start()
+        process = spawn(arguments, cwd=tmp_path, start_new_session=True)
         before = len(list(tmp_path.rglob("results.json")))
         deadline = time.monotonic() + 120
-        while len(list(tmp_path.rglob("results.json"))) < before + 2 and time.monotonic() < deadline:
+        while len(list(tmp_path.rglob("results.json"))) < before + 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)  # Ctrl-C goes to all of them
         _, err = process.communicate(timeout=60)

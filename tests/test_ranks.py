@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -427,11 +426,14 @@ TINY = [
 ]  # fmt: skip
 
 
-def start(folder, *arguments, ranks=WORLD):
-    program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *program, "-m", "metasam.scripts.train", *TINY, f"run={folder}", *arguments]
-    environ = {**environment(), "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(spawn):
+    def run(folder, *arguments, ranks=WORLD):
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *program, "-m", "metasam.scripts.train", *TINY, f"run={folder}", *arguments]
+        return spawn(command, env={**environment(), "PYTHONWARNINGS": "ignore"})
+
+    return run
 
 
 def finished(process):
@@ -443,7 +445,7 @@ def lines(folder):
     return [{k: v for k, v in e.items() if k != "seconds"} for e in metrics.read(folder)]
 
 
-def test_a_run_of_two_ranks_is_that_of_one(tmp_path):
+def test_a_run_of_two_ranks_is_that_of_one(tmp_path, start):
     pytest.importorskip("hydra")
     alone, split = start(tmp_path / "one", "iterations=8", ranks=1), start(tmp_path / "two", "iterations=8")
     (status, _, err), (status_2, out, err_2) = finished(alone), finished(split)
@@ -471,7 +473,7 @@ def test_a_run_of_two_ranks_is_that_of_one(tmp_path):
     assert err.count("holds a run already") == 1
 
 
-def test_resumed_on_other_numbers_of_ranks(tmp_path):
+def test_resumed_on_other_numbers_of_ranks(tmp_path, start):
     pytest.importorskip("hydra")
     whole = start(tmp_path / "whole", "iterations=9", ranks=1)
     for ranks, iterations in ((2, 3), (1, 6), (2, 9)):
@@ -512,7 +514,7 @@ def at_iteration(process, folder, number):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGKILL, 0), (signal.SIGKILL, 1)])
-def test_a_rank_is_asked_to_stop_or_killed(tmp_path, number, rank):
+def test_a_rank_is_asked_to_stop_or_killed(tmp_path, start, number, rank):
     pytest.importorskip("hydra")
     process = start(tmp_path / "run", "iterations=100000")
     at_iteration(process, tmp_path / "run", 6)

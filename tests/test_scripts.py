@@ -327,13 +327,22 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def start(folder, *arguments):
-    arguments = [*TINY, "model.hidden=[40,40]", "iterations=60", "evaluate_every=20", f"run={folder}", *arguments]
-    return [sys.executable, str(SCRIPTS / "train.py"), *arguments]
+@pytest.fixture
+def start(spawn):
+    def run(folder, *arguments):
+        command = [sys.executable, SCRIPTS / "train.py", *TINY, "evaluate_every=20", f"run={folder}", *arguments]
+        return spawn(command, env=environment())
+
+    return run
+
+
+def finished(process):
+    _, err = process.communicate(timeout=300)
+    return process.returncode, err
 
 
 def wait_for_lines(process, path, lines):
-    for _ in range(6000):
+    for _ in range(60000):
         if path.exists() and path.read_bytes().count(b"\n") >= lines:
             return
         assert process.poll() is None, "the run ended before it could be stopped"
@@ -341,28 +350,34 @@ def wait_for_lines(process, path, lines):
     raise AssertionError("the run never got there")
 
 
-def test_kill_and_resume_to_the_same_bits(tmp_path):
-    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), "text": True}
-    whole = subprocess.Popen(start(tmp_path / "whole"), **quiet)
-    parts = subprocess.Popen(start(tmp_path / "parts"), **quiet)
+def test_kill_and_resume_to_the_same_bits(tmp_path, start):
+    def iteration():
+        return checkpoint.load_latest(tmp_path / "parts/checkpoint.pt")[0]["iteration"]
+
+    parts = start(tmp_path / "parts", "iterations=1000000")
     wait_for_lines(parts, tmp_path / "parts/metrics.jsonl", 27)
     parts.kill()
-    parts.communicate()
-    assert checkpoint.load_latest(tmp_path / "parts/checkpoint.pt")[0]["iteration"] in (20, 40)
+    finished(parts)
+    killed = iteration()
+    assert killed % 20 == 0
+    assert killed > 0
 
-    parts = subprocess.Popen(start(tmp_path / "parts", "resume=true"), **quiet)
-    wait_for_lines(parts, tmp_path / "parts/metrics.jsonl", 45)
+    parts = start(tmp_path / "parts", "iterations=1000000", "resume=true")
+    wait_for_lines(parts, tmp_path / "parts/metrics.jsonl", killed + 25)
     parts.send_signal(signal.SIGINT)
-    _, err = parts.communicate()
-    assert parts.returncode == 130
+    status, err = finished(parts)
+    assert status == 130
+    stopped = iteration()
+    assert stopped >= killed + 25
     advice = err.strip().splitlines()[-1].strip()
     assert advice.startswith("python ")
     assert advice.endswith("resume=true")
 
-    again = subprocess.run(start(tmp_path / "parts", "resume=true"), env=environment(), capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    _, err = whole.communicate()
-    assert whole.returncode == 0, err
+    until = f"iterations={stopped + 15}"
+    processes = start(tmp_path / "parts", until, "resume=true"), start(tmp_path / "whole", until)
+    for process in processes:
+        status, err = finished(process)
+        assert status == 0, err
 
     def lines(name):
         return [{k: v for k, v in e.items() if k != "seconds"} for e in metrics.read(tmp_path / name)]

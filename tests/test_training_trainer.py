@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import os
 import signal
 
 import pytest
@@ -248,7 +247,7 @@ def test_asked_to_stop(tmp_path, number):
 
         def interrupted(*args):
             if next(count) == 7:
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)
             return step(*args)
 
         maml.step = interrupted
@@ -350,7 +349,7 @@ def test_signals_that_are_ignored_stay_ignored(tmp_path):
         step = trainer.learner.step
 
         def interrupted(number):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return step(number)
 
         trainer.learner.step = interrupted
