@@ -6,6 +6,8 @@ keeps tied weights tied; ``higher`` supplies the differentiable update, given gr
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +25,10 @@ class Descent:
     """`metasam.types.Descent` on a ``higher`` differentiable optimizer."""
 
     def __init__(self, params: Params, lr: float, training: bool) -> None:
-        try:
-            import higher
-        except ImportError as error:
-            raise ImportError('engine="higher" needs the package higher: pip install higher') from error
-        # the optimizer only lends its settings; the values that move are handed to `step`
-        reference = [v.detach().requires_grad_() for v in params.values()]
-        self.optimizer: Any = higher.optim.get_diff_optim(
-            torch.optim.SGD(reference, lr=lr), reference, track_higher_grads=training
-        )
+        made = _made(len(params), lr, training)
+        # making one takes as long as a step of a small network: this is a copy, but for what steps write to
+        self.optimizer = copy.copy(made)
+        self.optimizer.param_groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
         self.rate = lr
         # `step` insists on differentiating some loss before it lets us replace the gradients
         self.nothing = torch.zeros((), requires_grad=True)
@@ -49,6 +46,17 @@ class Descent:
     def momentum(self, params: Params) -> Params | None:
         """None: the inner SGD has no momentum."""
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _made(count: int, lr: float, training: bool) -> Any:
+    """A differentiable SGD of so many parameters; it only lends its settings, values are handed to ``step``."""
+    try:
+        import higher
+    except ImportError as error:
+        raise ImportError('engine="higher" needs the package higher: pip install higher') from error
+    reference = [torch.zeros((), requires_grad=True) for _ in range(count)]
+    return higher.optim.get_diff_optim(torch.optim.SGD(reference, lr=lr), reference, track_higher_grads=training)
 
 
 def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
