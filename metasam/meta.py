@@ -35,6 +35,9 @@ VARIANTS = {"none": (False, False), "low": (True, False), "up": (False, True), "
 COST = {"support": 1.0, "query": 1.0, "forward": 1 / 3}
 """What an evaluation counts, in gradient evaluations: backward takes about twice a forward."""
 
+KERNEL_TRIALS = 10
+"""States of a model that kernels are tried in, before it is left to torch's."""
+
 Tasks = Task | Iterable[Task]
 """A batch of tasks (leading task dimension), or an iterable of batches or single tasks."""
 
@@ -263,7 +266,7 @@ class SharpMAML:
             ValueError: malformed tasks, labels out of range, a loss that is no scalar, a model the engine cannot take.
         """
         batches = self._batches(tasks)
-        with self._ready(self.loop, batches[0]):
+        with self._ready(self.loop, *batches):
             losses = []
             for numbers, batch in _chunks(batches, None, _wanted(batches)):
                 losses.append(
@@ -290,7 +293,7 @@ class SharpMAML:
         outer = self._wrap(optimizer)
         batches = self._batches(tasks)
         device = batches[0].support[1].device
-        with self._ready(self.loop, batches[0]) as workers, self.ranks.drawing(device, self.steps):
+        with self._ready(self.loop, *batches) as workers, self.ranks.drawing(device, self.steps):
             self.ranks.equalise(self.model)
             closure, seen = self._closure(batches, workers)
             if val_tasks is None and self.outer_rule.validates:
@@ -597,7 +600,7 @@ class SharpMAML:
         return len(y) == len(query_y) and x.shape[:2] == y.shape[:2]
 
     @contextmanager
-    def _ready(self, loop: inner.InnerLoop, batch: Task) -> Iterator[int]:
+    def _ready(self, loop: inner.InnerLoop, batch: Task, *others: Task) -> Iterator[int]:
         """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch).
 
         Yields:
@@ -619,7 +622,8 @@ class SharpMAML:
                     self._classes = inner.classes(loop, self._params(), batch)
                     self._check_labels(batch)
                     self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
-                self._try_kernels(loop, batch)
+                for one in (batch, *others):
+                    self._try_kernels(loop, one)
                 yield self._share(loop, batch)
         finally:
             for module, was_training in modes:
@@ -627,12 +631,19 @@ class SharpMAML:
                     module.training = was_training
 
     def _try_kernels(self, loop: inner.InnerLoop, batch: Task) -> None:
-        """Once a mode and size of examples: what a model does in training, or with larger images, may need torch's."""
-        case = loop.training, batch.support[0].shape[2:]
-        if self._kernels and case not in self._tried:
+        """Once for every state of the model and shape of tasks: on either, it may do what only torch's kernels do."""
+        if not self._kernels:
+            return
+        state = tuple(inner.without_tensors(inner.held(self.model)).items())
+        case = state, loop.training, tuple(s[1:] for s in _shapes(batch))
+        if case in self._tried:
+            return
+        self._tried.add(case)
+        if len({state for state, *_ in self._tried}) > KERNEL_TRIALS:
+            self._kernels, against = False, "torch's kernels, as the model's attributes keep changing"
+        else:
             self._kernels, against = inner.use_kernels(str(self.engine_used), loop, self._params(), batch)
-            self.engine_reason = "; ".join(filter(None, (self.engine_reason, against)))
-            self._tried.add(case)
+        self.engine_reason = "; ".join(filter(None, (self.engine_reason, against)))
 
     def _share(self, loop: inner.InnerLoop, batch: Task) -> int:
         """How many threads may share the tasks; found out anew when modes or numbers in the model change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import pickle
 import random
@@ -426,17 +427,163 @@ def test_a_graph_is_made_anew_where_the_model_changes(change):
             change(maml.model)
 
 
-@pytest.mark.parametrize("kind", ["module", "closure"])
+class Factor:
+    """A loss of an object's own numbers and tensors."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def __call__(self, output, y):
+        return self.factor * nn.functional.mse_loss(output, y)
+
+    loss = __call__
+
+
+class FactorModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, y):
+        return self.factor * nn.functional.mse_loss(output, y)
+
+
+def scaled_mse(output, y, *, factor=1.0):
+    return factor * GLOBAL_FACTOR * nn.functional.mse_loss(output, y)
+
+
+GLOBAL_FACTOR = 1.0
+
+
+def set_global(value):
+    global GLOBAL_FACTOR
+    GLOBAL_FACTOR = value
+
+
+def losses_and_changes(kind):
+    """A loss, and what changes it."""
+    if kind == "module":
+        module = nn.SmoothL1Loss()
+        return module, lambda: setattr(module, "beta", 0.01)
+    if kind == "parameter":
+        module = FactorModule()
+        return module, lambda: setattr(module, "factor", nn.Parameter(torch.full_like(module.factor.data, 3.0)))
+    if kind in ("object", "method"):
+        own = Factor()
+        return own if kind == "object" else own.loss, lambda: setattr(own, "factor", 3.0)
+    if kind == "partial":
+        bound = functools.partial(scaled_mse, factor=1.0)
+        return bound, lambda: bound.keywords.update(factor=3.0)
+    if kind == "global":
+        set_global(1.0)
+        return scaled_mse, lambda: set_global(3.0)
+    held = {"number": 1.0, "tensor": torch.ones((), dtype=torch.float64), "dict": {"factor": 1.0}, "inner": None}[kind]
+    if kind == "inner":
+        own = Factor()
+        return lambda output, y: own(output, y), lambda: setattr(own, "factor", 3.0)
+
+    def change():
+        nonlocal held
+        if kind == "dict":
+            held["factor"] = 3.0
+        else:
+            held = held * 3
+
+    def loss_fn(output, y):
+        return (held["factor"] if kind == "dict" else held) * nn.functional.mse_loss(output, y)
+
+    return loss_fn, change
+
+
+@pytest.mark.parametrize(
+    "kind", ["module", "parameter", "object", "method", "partial", "global", "number", "tensor", "dict", "inner"]
+)
 def test_a_graph_is_made_anew_where_the_loss_changes(kind):
     def run(engine):
-        weight, module = 1.0, nn.SmoothL1Loss()
-        loss_fn = module if kind == "module" else lambda output, y: weight * nn.functional.mse_loss(output, y)
+        loss_fn, change = losses_and_changes(kind)
         maml = learner(MLP, loss_fn=loss_fn, engine=engine, inner_steps=1)
-        trained(maml, MLP)
-        weight, module.beta = 3.0, 0.01
-        return trained(maml, MLP)
+        before = trained(maml, MLP)
+        change()
+        return before, trained(maml, MLP)
 
-    assert distance(run("traced"), run("vmap")) < 1e-12
+    (before, after), wanted = run("traced"), run("vmap")
+    assert distance(before, wanted[0]) < 1e-12
+    assert distance(after, wanted[1]) < 1e-12
+
+
+def swap_order(model):
+    weight = model.other.weight
+    del model.other.weight
+    model.other.weight = weight
+
+
+def retie(model):
+    model.head.weight = model.other.weight
+
+
+class Square(nn.Module):
+    """Parameters of one shape, two of them tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.other, self.head = (nn.Linear(3, 3) for _ in range(3))
+        self.body.bias = nn.Parameter(torch.randn(3, 3)[0])
+        self.norm = nn.LayerNorm(3)
+        self.head.weight = self.body.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.other(self.body(x).tanh()))).sum(-1, keepdim=True)
+
+
+def swap_norm(model):
+    weight = model.norm.weight
+    del model.norm.weight
+    model.norm.weight = weight
+
+
+class Doubled(nn.Tanh):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", [swap_order, swap_norm, retie])
+def test_a_graph_follows_names_and_ties_of_parameters(change):
+    problem = Problem("square", Square)
+    plain, traced = (learner(problem, engine=e, inner_steps=1) for e in ("vmap", "traced"))
+    for again in (False, True):
+        for maml in (plain, traced):
+            if again:
+                change(maml.model)
+        a, b = (trained(maml, problem) for maml in (plain, traced))
+        assert distance(b, a) < 1e-12
+
+
+def test_a_graph_follows_the_class_of_a_module_and_hooks_of_all_modules():
+    problem = Problem("tempered", Tempered)
+    plain, traced = (learner(problem, engine=e, inner_steps=1) for e in ("vmap", "traced"))
+
+    def both():
+        a, b = (trained(maml, problem) for maml in (plain, traced))
+        assert distance(b, a) < 1e-12
+
+    both()
+    for maml in (plain, traced):
+        maml.model.act.__class__ = Doubled
+    both()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: 3 * output if isinstance(module, nn.Tanh) else None
+    )
+    try:
+        both()
+    finally:
+        hook.remove()
+
+
+def test_a_graph_of_a_number_taken_out_of_a_tensor_is_refused():
+    kept = torch.ones((), dtype=torch.float64)
+    maml = learner(MLP, loss_fn=lambda o, y: float(kept) * nn.functional.mse_loss(o, y), engine="traced", inner_steps=1)
+    with pytest.raises(ValueError, match=r"takes the number out of one .*use engine='vmap'"):
+        trained(maml, MLP)
 
 
 @pytest.mark.parametrize(

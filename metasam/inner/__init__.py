@@ -12,6 +12,7 @@ from .choose import use_kernels as use_kernels
 from .choose import workers as workers
 from .held import held as held
 from .held import numbers as numbers
+from .held import without_tensors as without_tensors
 from .loop import Adapted as Adapted
 from .loop import Engine as Engine
 from .loop import InnerLoop as InnerLoop

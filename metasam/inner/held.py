@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Hashable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Held = dict[str, Hashable]
 
@@ -32,6 +33,7 @@ def held(model: nn.Module) -> Held:
     found: Held = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
+        found[prefix + "__class__"] = Same(type(module))
         for k, v in vars(module).items():
             if k not in _TORCHS and not (isinstance(v, dict) and not v):
                 found[prefix + k] = _frozen(v)
@@ -45,17 +47,44 @@ _TORCHS = {
 """What modules hold that a call does not depend on, or that is no attribute: graphs ask at every pass."""
 
 
-def of_loss(loss_fn: object) -> Hashable:
-    """The same of a loss: of its modules, or of the numbers in a function's closure."""
+def of_loss(loss_fn: object, depth: int = 4) -> Hashable:
+    """The same of a loss and all that it is made of: of modules with their parameters, which no graph is given; of
+    objects; of closures, defaults and numbers among globals; of what methods and partial functions are bound to.
+    """  # noqa: D205
+    it = Same(loss_fn)
+    if not depth or isinstance(loss_fn, Tensor | type):
+        return it
     if isinstance(loss_fn, nn.Module):
-        return Same(loss_fn), *held(loss_fn).items()
-    cells = (loss_fn.__closure__ or ()) if isinstance(loss_fn, FunctionType) else ()
-    return Same(loss_fn), *(c.cell_contents for c in cells if isinstance(_content(c), PLAIN))
+        tensors = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
+        return it, *held(loss_fn).items(), *((k, Same(v)) for k, v in tensors)
+    if isinstance(loss_fn, functools.partial):
+        given = _frozen([loss_fn.args, loss_fn.keywords])
+        return it, of_loss(loss_fn.func, depth - 1), given
+    if isinstance(loss_fn, MethodType):
+        return it, of_loss(loss_fn.__func__, depth - 1), of_loss(loss_fn.__self__, depth - 1)
+    if isinstance(loss_fn, FunctionType):
+        around = {k: v for k in loss_fn.__code__.co_names if isinstance(v := loss_fn.__globals__.get(k), PLAIN)}
+        defaults = _frozen([loss_fn.__defaults__, loss_fn.__kwdefaults__, around])
+        cells = [_content(c) for c in loss_fn.__closure__ or ()]
+        called = (of_loss(c, depth - 1) for c in cells if callable(c))
+        return it, defaults, _frozen(cells), *called
+    return it, Same(type(loss_fn)), _frozen(getattr(loss_fn, "__dict__", {}))
+
+
+def watched_hooks() -> Hashable:
+    """Hooks of all modules there are."""
+    found = vars(nn.modules.module)
+    return tuple(_frozen(found[k]) for k in sorted(found) if k.startswith("_global_") and isinstance(found[k], dict))
 
 
 def numbers(found: Held) -> Held:
     """All but which objects they are."""
     return {k: _without_objects(v) for k, v in found.items()}
+
+
+def without_tensors(found: Held) -> Held:
+    """All but which tensors they are: many a forward keeps some of its own in an attribute."""
+    return {k: _without_objects(v, Tensor) for k, v in found.items()}
 
 
 def changed(before: Held, after: Held) -> list[str]:
@@ -83,10 +112,10 @@ def _frozen(value: Any, depth: int = 4) -> Hashable:
     return Same(value)
 
 
-def _without_objects(value: Hashable) -> Hashable:
+def _without_objects(value: Hashable, kind: type = object) -> Hashable:
     if isinstance(value, tuple):
-        return tuple(map(_without_objects, value))
-    return None if isinstance(value, Same) else value
+        return tuple(_without_objects(v, kind) for v in value)
+    return None if isinstance(value, Same) and isinstance(value.it, kind) else value
 
 
 def _content(cell: Any) -> object:

@@ -152,7 +152,8 @@ def _batch_norm(
         and input.numel() > max(NUMBERS, input.shape[1])
         and all(v is not None and v.shape == input.shape[1:2] for v in affine)
     ):
-        return BatchNorm.apply(input, weight, bias, eps)
+        # torch's own kernels, called bare, take scales for contiguous where images have their channels last
+        return BatchNorm.apply(input, *(None if v is None else v.contiguous() for v in (weight, bias)), eps)
     return None
 
 

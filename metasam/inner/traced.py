@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import functional
 from ..types import Params, Task
 from . import vmap
 from .agree import apart
-from .held import Held, Same, changed, held, numbers, of_loss
+from .held import Held, Same, changed, held, numbers, of_loss, watched_hooks
 from .loop import Adapted, InnerLoop
 
 MANY = 10
@@ -105,7 +107,8 @@ class Graphs:
             try:
                 with torch.random.fork_rng(devices=[]):
                     before = held(loop.model)
-                    wanted = function(*inputs)
+                    with _NoNumbers():
+                        wanted = function(*inputs)
                     after = held(loop.model)
                     counts.clear()
                     traced: Any = make_fx(function)(*inputs)
@@ -151,7 +154,8 @@ class Graphs:
         return (
             *(Same(loop.rule), loop.lr, loop.steps, loop.adapted, loop.first_order, loop.policy),
             *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
-            *((p.shape, p.dtype, p.device, p.requires_grad) for p in params.values()),
+            *((k, p.shape, p.dtype, p.device, p.requires_grad) for k, p in params.items()),
+            *(*functional.aliases(loop.model).items(), watched_hooks()),
             *((k, v) for k, v in held(loop.model).items() if k not in self._written),
             torch.get_num_threads() if self.compiled else None,
             *(of_loss(loop.loss_fn), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
@@ -204,6 +208,18 @@ def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable
     with torch.no_grad():
         checked(*inputs)
     return made[0] if len(made) == 1 else checked
+
+
+class _NoNumbers(TorchDispatchMode):
+    """Within: nobody reads the number in a tensor, which a graph would hold for ever, unlike the tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise ValueError(
+                "expected a forward, a loss and a rule that compute with tensors, got one that takes the number out of "
+                "one (float(t), t.item()), which a graph would not see change: keep it a tensor, or use engine='vmap'"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _is_random(target: object) -> bool:
