@@ -16,6 +16,7 @@ from metasam.inner import kernels
 from metasam.inner.batch_norm import BatchNorm
 from metasam.inner.convolution import Convolution
 from metasam.inner.kernels import WIDE, Kernels, arranged, concern
+from metasam.meta import KERNEL_TRIALS
 from metasam.models import conv4
 
 LAST = torch.channels_last
@@ -79,6 +80,27 @@ def test_batch_norm_is_torchs(shape, affine, only):
     for a, b in zip(ours[2], theirs[2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
     assert any(b.abs().max() > 1e-3 for b in theirs[2])
+
+
+@pytest.mark.parametrize("lie", [{}, {"memory_format": LAST}], ids=["as usual", "channels last"])
+def test_batch_norm_takes_scales_that_do_not_lie_side_by_side(lie):
+    x, gy, pull = (normal(4, 16, 5, 2, seed=seed).contiguous(**lie) for seed in range(3))
+    for weight in (normal(32, seed=4)[::2], normal(1, seed=5).expand(16), normal(16, 3, seed=6)[:, 1]):
+        bias = weight.flip(0)[None].expand(2, -1).T[:, 0]
+        found = []
+        for ours in (False, True):
+            leaf = x.clone().requires_grad_()
+            w, b = weight.detach().requires_grad_(), bias.detach().requires_grad_()
+            with Kernels() if ours else contextlib.nullcontext():
+                # torch itself is wrong about others, where images and gradients have their channels last (2.14)
+                given = (w, b) if ours else (w.contiguous(), b.contiguous())
+                y = F.batch_norm(leaf, None, None, *given, True)
+            first = torch.autograd.grad(y, (leaf, w, b), gy, create_graph=True)
+            found.append([y, *first, *torch.autograd.grad((first[0] * pull).sum(), (leaf, w))])
+        assert type(found[1][0].grad_fn).__name__ == "BatchNormBackward"
+        for theirs, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+            assert theirs.abs().max() > 1e-3
 
 
 def test_second_derivatives_of_batch_norm_are_finite_differences():
@@ -543,6 +565,63 @@ def test_kernels_are_tried_again_in_training_and_for_other_images(first):
     other = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none")
     other._kernels = False
     assert torch.equal(loss, other.meta_loss(Task((x, y), (x.flip(1), y))))
+
+
+class Flagged(nn.Module):
+    """Writes through a view, but only when told to, in eval mode, or to many images."""
+
+    def __init__(self):
+        super().__init__()
+        self.flag, self.act = False, nn.Identity()
+
+    def forward(self, x):
+        if self.flag or not self.training or len(x) > 6 or isinstance(self.act, nn.ReLU):
+            x.view(len(x), -1)[:, ::2].mul_(3)
+        return x.tanh().flatten(1)
+
+
+@pytest.mark.parametrize("change", ["flag", "eval", "module", "support", "query", "another batch"])
+def test_kernels_are_tried_again_for_other_states_of_a_model_and_shapes_of_tasks(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), Flagged(), nn.Linear(16 * 36, 3)).double()
+
+    def side(n):
+        return normal(2, n, 2, 6, 6), (torch.arange(n) % 3).expand(2, -1)
+
+    learners = [
+        SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=2, engine="higher", variant="none", workers=1)
+        for _ in range(2)
+    ]
+    ours, torchs = learners
+    torchs._kernels = False
+    usual = Task(side(6), side(6))
+    assert torch.allclose(*(maml.meta_loss(usual) for maml in learners), rtol=1e-10)
+    assert ours._kernels
+    tasks = {
+        "support": Task(side(9), side(6)),
+        "query": Task(side(6), side(9)),
+        "another batch": [usual, Task(side(6), side(9))],
+    }.get(change, usual)
+    if change == "flag":
+        model[1].flag = True
+    elif change == "eval":
+        model.eval()
+    elif change == "module":
+        model[1].act = nn.ReLU()
+    assert torch.equal(*(maml.meta_loss(tasks) for maml in learners))
+    assert not ours._kernels
+
+
+def test_a_model_whose_state_keeps_changing_is_left_to_torchs_kernels():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), nn.Flatten(), nn.Linear(256, 3)).double()
+    x, y = normal(2, 6, 2, 6, 6), torch.arange(3).repeat(2).expand(2, -1)
+    maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, engine="higher", variant="none", workers=1)
+    for i in range(KERNEL_TRIALS + 2):
+        model.count = i
+        maml.meta_loss(Task((x, y), (x.flip(1), y)))
+        assert maml._kernels == (i < KERNEL_TRIALS)
+    assert "attributes keep changing" in maml.engine_reason
 
 
 def test_trying_kernels_out_leaves_no_trace():
