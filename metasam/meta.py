@@ -639,8 +639,9 @@ class SharpMAML:
         if case in self._tried:
             return
         self._tried.add(case)
+        against: str | None = "torch's kernels, as the model's attributes keep changing"
         if len({state for state, *_ in self._tried}) > KERNEL_TRIALS:
-            self._kernels, against = False, "torch's kernels, as the model's attributes keep changing"
+            self._kernels = False
         else:
             self._kernels, against = inner.use_kernels(str(self.engine_used), loop, self._params(), batch)
         self.engine_reason = "; ".join(filter(None, (self.engine_reason, against)))

@@ -5,9 +5,11 @@ writes it down, second derivatives and all. Replaying it saves dispatching; ``to
 The graph takes parameters, tasks and a weight for each task, so that a smaller batch is run with repeated tasks of
 weight 0: one graph serves any number of tasks up to the one that it was traced with.
 
-Numbers that Python holds are constants of a graph: a learner traces again when a setting, a shape, autocast or an
-attribute of a module changes (objects in attributes are told apart, but not looked into), and refuses a forward that
-draws random numbers or changes numbers in attributes. The first result of every graph is held against the engine's own.
+Numbers that Python holds are constants of a graph: a learner traces again when a setting, a shape, autocast, an
+attribute of a module or what a loss is made of changes, and refuses a forward that draws random numbers, changes
+numbers in attributes or takes the number out of a tensor. Objects in attributes are told apart, but not looked into;
+attributes of classes and what NumPy arrays hold are not looked at. The first result of every graph is held against the
+engine's own.
 """
 
 from __future__ import annotations
