@@ -71,10 +71,12 @@ def of_loss(loss_fn: object, depth: int = 4) -> Hashable:
     return it, Same(type(loss_fn)), _frozen(getattr(loss_fn, "__dict__", {}))
 
 
-def watched_hooks() -> Hashable:
+_HOOKS = [k for k, v in vars(nn.modules.module).items() if k.startswith("_global_") and isinstance(v, dict)]
+
+
+def global_hooks() -> Hashable:
     """Hooks of all modules there are."""
-    found = vars(nn.modules.module)
-    return tuple(_frozen(found[k]) for k in sorted(found) if k.startswith("_global_") and isinstance(found[k], dict))
+    return tuple((k, _frozen(v)) for k in _HOOKS if (v := getattr(nn.modules.module, k)))
 
 
 def numbers(found: Held) -> Held:

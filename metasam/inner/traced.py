@@ -31,7 +31,7 @@ from .. import functional
 from ..types import Params, Task
 from . import vmap
 from .agree import apart
-from .held import Held, Same, changed, held, numbers, of_loss, watched_hooks
+from .held import Held, Same, changed, global_hooks, held, numbers, of_loss
 from .loop import Adapted, InnerLoop
 
 MANY = 10
@@ -157,7 +157,7 @@ class Graphs:
             *(Same(loop.rule), loop.lr, loop.steps, loop.adapted, loop.first_order, loop.policy),
             *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
             *((k, p.shape, p.dtype, p.device, p.requires_grad) for k, p in params.items()),
-            *(*functional.aliases(loop.model).items(), watched_hooks()),
+            *(*functional.aliases(loop.model).items(), global_hooks()),
             *((k, v) for k, v in held(loop.model).items() if k not in self._written),
             torch.get_num_threads() if self.compiled else None,
             *(of_loss(loop.loss_fn), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
