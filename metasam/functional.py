@@ -1,8 +1,9 @@
-"""Calling a module with other tensors in the place of its own."""
+"""Calling a module and leaving it as it was: with other tensors in the place of its own, in eval mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,3 +43,16 @@ def call(model: nn.Module, tensors: Mapping[str, Tensor], x: Any, tied: Mapping[
     tied = aliases(model) if tied is None else tied
     also = {k: tensors[known] for k, known in tied.items() if known in tensors}
     return functional_call(model, {**tensors, **also}, (x,), tie_weights=False)
+
+
+@contextmanager
+def judging(model: nn.Module) -> Iterator[None]:
+    """Within: eval mode; afterwards every module is in the mode it was in."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            if module.training != training:  # a module's attributes are slow to set
+                module.training = training

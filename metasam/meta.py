@@ -11,7 +11,7 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from . import batchnorm as norms
 from . import checkpoint, inner, tree
 from .configure import instantiate
+from .functional import judging
 from .optim import SharpnessAware
 from .optim.distributed import ASCENTS
 from .ranks import Ranks
@@ -608,27 +609,20 @@ class SharpMAML:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("inner loops need gradients, which torch.inference_mode() forbids: use torch.no_grad()")
-        modes = [(m, m.training) for m in self.model.modules()]
         if loop.per_step is not None:
             loop.per_step.follow(self.model)
-        if not loop.training:
-            self.model.eval()
-        try:
-            with (
-                norms.mode(self.model, loop.policy, training=loop.training),
-                inner.differentiable(self.model),
-            ):
-                if self.engine_used is None:
-                    self._classes = inner.classes(loop, self._params(), batch)
-                    self._check_labels(batch)
-                    self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
-                for one in (batch, *others):
-                    self._try_kernels(loop, one)
-                yield self._share(loop, batch)
-        finally:
-            for module, was_training in modes:
-                if module.training != was_training:
-                    module.training = was_training
+        with (
+            nullcontext() if loop.training else judging(self.model),
+            norms.mode(self.model, loop.policy, training=loop.training),
+            inner.differentiable(self.model),
+        ):
+            if self.engine_used is None:
+                self._classes = inner.classes(loop, self._params(), batch)
+                self._check_labels(batch)
+                self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
+            for one in (batch, *others):
+                self._try_kernels(loop, one)
+            yield self._share(loop, batch)
 
     def _try_kernels(self, loop: inner.InnerLoop, batch: Task) -> None:
         """Once for every state of the model and shape of tasks: on either, it may do what only torch's kernels do."""

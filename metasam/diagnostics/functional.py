@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import batchnorm, tree
-from ..functional import aliases, call
+from .. import batchnorm as norms
+from .. import tree
+from ..functional import aliases, call, judging
 from ..types import Eval, Params
 
 Loss = Callable[[Params], Tensor]
@@ -68,7 +69,7 @@ def model_loss(
 
     def on(x: Any, y: Tensor) -> Loss:
         def loss(params: Params) -> Tensor:
-            with _judging(model, policy):
+            with judging(model), norms.mode(model, policy, training=False):
                 # a buffer may be a parameter's tensor, and go with it
                 buffers = {k: b.clone() for k, b in model.named_buffers() if k not in tied}
                 value: Tensor = loss_fn(call(model, {**buffers, **params}, x, tied), y)
@@ -77,18 +78,6 @@ def model_loss(
         return loss
 
     return mean_loss([on(x, y) for x, y in batches], [len(y) for _, y in batches])
-
-
-@contextmanager
-def _judging(model: nn.Module, policy: str) -> Iterator[None]:
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        with batchnorm.mode(model, policy, training=False):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def mean_loss(losses: Sequence[Loss], sizes: Sequence[float] | None = None) -> Loss:

@@ -11,6 +11,7 @@ import torch
 
 from .. import diagnostics
 from ..diagnostics import Loss
+from ..functional import judging
 from ..types import Params
 from . import rng
 
@@ -38,13 +39,11 @@ class Diagnostics:
 @contextmanager
 def unnoticed(model: torch.nn.Module) -> Iterator[None]:
     """Within: eval mode; afterwards every module is in the mode it was in, and every generator where it was."""
-    modes, generators = [(m, m.training) for m in model.modules()], rng.state()
-    model.eval()
+    generators = rng.state()
     try:
-        yield
+        with judging(model):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         rng.restore(generators)
 
 

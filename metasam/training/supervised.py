@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import diagnostics
 from ..configure import Config, flatten
+from ..functional import judging
 from ..meta import COST
 from ..optim import SharpnessAware
 from ..types import Part
@@ -227,7 +227,7 @@ def _judge(
     model: nn.Module, loss_fn: Callable[..., Tensor], data: Data, split: str, device: torch.device | str
 ) -> tuple[Measured, float]:
     losses, hits, outputs, labels = [], [], [], []
-    with torch.no_grad(), _judging(model):
+    with torch.no_grad(), judging(model):
         for x, y in data.examples(split):
             x, y = x.to(device), y.to(device)
             output = model(x)
@@ -271,15 +271,3 @@ def _accuracy(output: Tensor, y: Tensor) -> float | None:
     if y.is_floating_point() or output.ndim != y.ndim + 1:
         return None
     return float((output.argmax(1) == y).float().mean())
-
-
-@contextmanager
-def _judging(model: nn.Module) -> Iterator[None]:
-    """Within: eval mode; afterwards every module is in the mode it was in."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
