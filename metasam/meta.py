@@ -794,8 +794,10 @@ def _chunks(batches: list[Task], size: int | None, wanted: Sequence[int]) -> Ite
         length = size or max(len(inside), 1)
         for start in range(0, len(inside), length):
             rows = inside[start : start + length]
-            whole = rows == list(range(_size(batch)))
-            yield [first + n for n in rows], batch if whole else batch.map(lambda t, r=rows: t[r])
+            where: Part | list[int] = rows
+            if rows == list(range(rows[0], rows[-1] + 1)):
+                where = slice(rows[0], rows[-1] + 1)  # a view
+            yield [first + n for n in rows], batch.map(lambda t, r=where: t[r])
         first = last
 
 

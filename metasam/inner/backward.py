@@ -37,13 +37,14 @@ def backward(
         graphs: where the gradient is to come from, instead of ``engine``.
 
     Yields:
-        What came out of each job, in their order. Under ``torch.no_grad`` there are no gradients.
+        What came out of each job, in their order. Under ``torch.no_grad`` there are no gradients; else they are there
+        once all jobs are done.
     """
     grad = torch.is_grad_enabled()
 
     def work(own: InnerLoop, job: Job) -> tuple[Adapted, Params]:
         loop = dataclasses.replace(job.loop, model=own.model, counts=own.counts)
-        # hooks are the parameters' own, and run once, as the gradient arrives there
+        # hooks are the parameters' own, and run once, as the sum of all gradients arrives there
         leaves = {k: p.detach().requires_grad_(p.requires_grad) for k, p in params.items()}
         found = engine(loop, leaves, job.tasks, job.given)
         if not grad:
@@ -59,10 +60,12 @@ def backward(
         results = threads.run(jobs[0].loop, work, jobs, workers)
     else:
         results = (work(job.loop, job) for job in jobs)
+    summed: Params = {}
     for found, grads in results:
-        if grads:
-            torch.autograd.backward([params[k] for k in grads], list(grads.values()))
+        summed = tree.add(summed, grads)
         yield found
+    if summed:
+        torch.autograd.backward([params[k] for k in summed], list(summed.values()))
 
 
 def _without_graph(found: Adapted) -> Adapted:

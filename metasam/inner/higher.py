@@ -24,20 +24,19 @@ from .recompute import sparing
 class Descent:
     """`metasam.types.Descent` on a ``higher`` differentiable optimizer."""
 
-    def __init__(self, params: Params, lr: float, training: bool) -> None:
-        made = _made(len(params), lr, training)
-        # making one takes as long as a step of a small network: this is a copy, but for what steps write to
+    def __init__(self, lr: float) -> None:
+        made = _made(lr)
+        # making one takes as long as a step of a small network: this is a copy, but for what updates write to
         self.optimizer = copy.copy(made)
-        self.optimizer.param_groups = [{**group, "params": list(group["params"])} for group in made.param_groups]
+        self.optimizer.param_groups = [dict(group) for group in made.param_groups]
         self.rate = lr
-        # `step` insists on differentiating some loss before it lets us replace the gradients
-        self.nothing = torch.zeros((), requires_grad=True)
 
     def __call__(self, params: Params, grads: Params) -> Params:
-        given = [grads.get(k) for k in params]
-        with torch.enable_grad():
-            moved = self.optimizer.step(self.nothing, params=list(params.values()), grad_callback=lambda _: given)
-        return dict(zip(params, moved, strict=True))
+        group = self.optimizer.param_groups[0]
+        group["params"] = list(params.values())
+        # what its `step` does after differentiating a loss, which the rule has done
+        self.optimizer._update([[grads.get(k) for k in params]])
+        return dict(zip(params, group.pop("params"), strict=True))
 
     def lr(self, key: str) -> float:
         """Learning rate, the same for every key."""
@@ -49,14 +48,14 @@ class Descent:
 
 
 @functools.lru_cache(maxsize=64)
-def _made(count: int, lr: float, training: bool) -> Any:
-    """A differentiable SGD of so many parameters; it only lends its settings, values are handed to ``step``."""
+def _made(lr: float) -> Any:
+    """A differentiable SGD; it only lends its rule and settings, values are handed to it."""
     try:
         import higher
     except ImportError as error:
         raise ImportError('engine="higher" needs the package higher: pip install higher') from error
-    reference = [torch.zeros((), requires_grad=True) for _ in range(count)]
-    return higher.optim.get_diff_optim(torch.optim.SGD(reference, lr=lr), reference, track_higher_grads=training)
+    reference = [torch.zeros((), requires_grad=True)]
+    return higher.optim.get_diff_optim(torch.optim.SGD(reference, lr=lr), reference)
 
 
 def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
@@ -71,7 +70,7 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
         def advance(
             loop: InnerLoop, here: Here, steps: range, draw: Noise = draw, own: Sequence[Params] = own
         ) -> tuple[Here, list[Params]]:
-            descend = Descent(here.fast, loop.lr, loop.training)
+            descend = Descent(loop.lr)
             return loop.advance(here, steps, gradient, draw, descend, own[steps.start : steps.stop])
 
         results.append(loop.run(params, task, sparing(advance), loop.judge))
