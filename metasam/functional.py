@@ -37,12 +37,13 @@ def call(model: nn.Module, tensors: Mapping[str, Tensor], x: Any, tied: Mapping[
     Args:
         model: left as it is.
         tensors: by the names of ``named_parameters`` and ``named_buffers``; the others are the model's own.
-        x: its one argument.
+        x: its one argument, also left as it is if a tensor: a first layer may write to it.
         tied: `aliases` of the model, for who calls it often.
     """
     tied = aliases(model) if tied is None else tied
     also = {k: tensors[known] for k, known in tied.items() if known in tensors}
-    return functional_call(model, {**tensors, **also}, (x,), tie_weights=False)
+    own = x.clone() if isinstance(x, Tensor) else x
+    return functional_call(model, {**tensors, **also}, (own,), tie_weights=False)
 
 
 @contextmanager

@@ -237,6 +237,7 @@ class SharpMAML:
         self.last: Step | None = None
         self._shared: dict[bool, tuple[Any, int, str]] = {}  # by training: for what, among how many, and why
         self._classes: int | None = None
+        self._beside = inner.Beside()
         self._example_ndim: int | None = None
         self._outer: SharpnessAware | None = None
         self._outer_state: tuple[State | None, int] = None, 0
@@ -305,7 +306,12 @@ class SharpMAML:
             if held_out:
                 others["val"] = self._closure(held_out, workers, first=sum(map(_size, batches)))[0]
             before, skipped = self.loop.counts.copy(), outer.skipped
-            loss = outer.step(closure, **others)
+            try:
+                loss = outer.step(closure, **others)
+            except BaseException:  # nor do the other counters know of a step that broke off
+                self.loop.counts.clear()
+                self.loop.counts.update(before)
+                raise
         accuracy = None if seen[0].hits is None else float(seen[0].hits.mean())
         if self.split:
             loss, accuracy = self._sum_up(loss, seen[0], before)
@@ -338,7 +344,9 @@ class SharpMAML:
                 given = [tree.stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
                 jobs.append(self._job(loop, chunk, given))
             losses, hits = [], []
-            results = inner.backward(self._engine, self._params(), jobs, total, workers=workers, graphs=self.graphs)
+            results = inner.backward(
+                self._engine, self._params(), jobs, total, beside=self._beside, workers=workers, graphs=self.graphs
+            )
             for (numbers, chunk), job, found in zip(chunks, jobs, results, strict=True):
                 if self.loop.keep_eps and not job.given:
                     for row, n in enumerate(numbers):
@@ -350,6 +358,7 @@ class SharpMAML:
                 seen.append(own)
                 return own.losses.mean().expand(len(wanted))
             statistics = () if self.loop.per_step is None else self.loop.per_step.buffers.values()
+            self._check_shared()
             seen.append(Seen(*self.ranks.gather(rows, len(wanted), *own, self.model.parameters(), statistics)))
             return seen[-1].losses
 
@@ -365,6 +374,16 @@ class SharpMAML:
                 "ascent='local' no rank has the losses of all tasks to choose them by"
             )
         return self.ranks.rows(wanted)
+
+    def _check_shared(self) -> None:
+        """Raise ValueError where a loss has gradients that ranks would not sum up."""
+        known = self._params() if self.ranks.size > 1 else {}
+        strange = [t for k, t in self._beside.among(known).items() if known and k not in known]
+        if strange:
+            raise ValueError(
+                "expected a loss without weights of its own, as ranks share gradients of the model alone, got a tensor "
+                f"{list(strange[0].shape)} that needs gradients: make it a part of the model, or use one process"
+            )
 
     def _joined(self, losses: list[Tensor]) -> Tensor:
         """Losses of chunks; a rank may have none."""

@@ -16,11 +16,13 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from metasam import SharpMAML, Task, inner
 from metasam.inner.choose import WIDE
 from metasam.inner.traced import MANY, _inputs
 from metasam.meta import VARIANTS
+from metasam.ranks import Ranks
 from metasam.rules import Agnostic, RandomSAM
 
 from .cases import CONV, MLP, PROBLEMS, Problem, assert_same, distance, each_inner_rule, each_problem
@@ -443,7 +445,7 @@ class Factor:
 class FactorModule(nn.Module):
     def __init__(self):
         super().__init__()
-        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
 
     def forward(self, output, y):
         return self.factor * nn.functional.mse_loss(output, y)
@@ -468,7 +470,7 @@ def losses_and_changes(kind):
         return module, lambda: setattr(module, "beta", 0.01)
     if kind == "parameter":
         module = FactorModule()
-        return module, lambda: setattr(module, "factor", nn.Parameter(torch.full_like(module.factor.data, 3.0)))
+        return module, lambda: setattr(module, "factor", nn.Parameter(3 * module.factor, requires_grad=False))
     if kind in ("object", "method"):
         own = Factor()
         return own if kind == "object" else own.loss, lambda: setattr(own, "factor", 3.0)
@@ -701,3 +703,195 @@ def test_signs_still_to_be_taken_reach_no_machine_code():
     _, support, *_ = found = _inputs({"w": a}, Task((x, b), (a, b)), torch.ones(2))
     assert not any(t.is_neg() or t.is_conj() for t in found)
     assert torch.equal(support, -b)
+
+
+# models and losses that do more than they are asked to
+
+
+class Rude(nn.Module):
+    """Writes to what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.layer(x.sub_(0.5).mul_(2.0))
+
+
+def rude_loss(output, y):
+    return F.mse_loss(output, y.add_(1.0))
+
+
+def polite_loss(output, y):
+    return F.mse_loss(output, y + 1.0)
+
+
+class Polite(Rude):
+    def forward(self, x):
+        return self.layer((x - 0.5) * 2.0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_tasks_stay_as_they_are_whatever_a_model_and_a_loss_write_to(way, variant):
+    def tasks(seed):
+        torch.manual_seed(seed)
+        return Task(*((torch.randn(TASKS, n, 3).double(), torch.randn(TASKS, n, 4).double()) for n in (4, 6)))
+
+    def run(kind, loss_fn):
+        torch.manual_seed(0)
+        maml = SharpMAML(
+            kind().double(), loss_fn, inner_lr=0.1, inner_steps=2, variant=variant, engine=way[0], workers=way[1]
+        )
+        optimizer, seen = torch.optim.SGD(maml.model.parameters(), lr=0.1), []
+        for seed in (1, 1, 2):
+            given = tasks(seed)
+            seen.append(maml.step(given, optimizer))
+            seen.append(maml.evaluate(given).loss)
+            maml.adapt(given.unbind()[0])
+            fresh = tasks(seed)
+            pairs = zip((*given.support, *given.query), (*fresh.support, *fresh.query), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+        return seen, dict(maml.model.named_parameters())
+
+    (seen, found), (wanted_seen, wanted) = run(Rude, rude_loss), run(Polite, polite_loss)
+    assert [float(s) for s in seen] == pytest.approx([float(s) for s in wanted_seen], rel=1e-12)
+    assert distance(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_gradients_of_tasks_may_be_sparse_or_dense(workers, chunk_size):
+    class Either(nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)
+
+        def forward(self, x):
+            rows = self.embedding.weight[x] if x.max() > 3 else self.embedding(x)
+            return self.head(rows)
+
+    def run(sparse):
+        torch.manual_seed(0)
+        model = Either(sparse).double()
+        maml = SharpMAML(
+            model,
+            F.cross_entropy,
+            inner_lr=0.1,
+            inner_steps=1,
+            inner_params=["head.*"],
+            engine="higher",
+            workers=workers,
+            chunk_size=chunk_size,
+        )
+        x = torch.randint(4, (5, 4))
+        x[2:] += 2  # the first tasks are those of sparse gradients
+        y = torch.randint(2, (5, 4))
+        maml.step(Task((x, y), (x, y)), torch.optim.SGD(model.parameters(), lr=0.1))
+        return {k: p.detach() for k, p in model.named_parameters()}
+
+    assert distance(run(True), run(False)) < 1e-12
+
+
+@pytest.mark.parametrize("variant", ["none", "low"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_losses_may_reach_weights_by_themselves(way, variant):
+    """Those of the model, whose gradient has two parts then, and some of their own: all that `meta_loss` gives."""
+
+    def made():
+        model, temperature = MLP.model(), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+        def loss_fn(output, y):
+            return temperature.exp() * MLP.loss_fn(output, y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+        settings = {"model": model, "loss_fn": loss_fn, "engine": way[0], "workers": way[1], "variant": variant}
+        optimizers = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([temperature], lr=0.1)
+        return learner(MLP, **settings), [*model.parameters(), temperature], *optimizers
+
+    (plain, wanted, one, other), (maml, found, own, beside) = made(), made()
+    if way[0] in inner.TRACED:
+        with pytest.raises(ValueError, match=r"reaches (.\.(weight|bias)|a tensor \[\]) by itself.*engine='vmap'"):
+            maml.step(MLP.tasks(TASKS), own)
+        return
+    for seed in (1, 2):
+        tasks = MLP.tasks(TASKS, seed=seed)
+        for optimizer in (one, other, beside):
+            optimizer.zero_grad()
+        plain.meta_loss(tasks).backward()
+        one.step()
+        maml.step(tasks, own)
+        other.step()
+        beside.step()
+        assert max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)) < 1e-12
+    assert abs(float(wanted[-1].detach()) - 0.3) > 1e-3
+    again = copy.deepcopy(maml)
+    assert again._beside.found is None
+    maml.ranks = Ranks(0, 2)  # which would leave their temperatures apart
+    with pytest.raises(ValueError, match=r"a tensor \[\] that needs gradients: make it a part of the model"):
+        maml._check_shared()
+
+
+def test_two_threads_leave_the_settings_of_the_process_as_they_were():
+    model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True).double()
+
+    def settings():
+        backends = torch.backends
+        return backends.mha.get_fastpath_enabled(), backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled()
+
+    before, barrier, wrong = settings(), threading.Barrier(2), []
+
+    def within(waits):
+        for i in range(50):
+            barrier.wait()
+            with inner.differentiable(model):
+                time.sleep(0.001 * ((i + waits) % 2))
+                wrong.extend(s for s in [settings()] if s != (False, False, True))
+
+    both = [threading.Thread(target=within, args=(n,)) for n in (0, 1)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert not wrong
+    assert settings() == before != (False, False, True)
+
+
+def test_two_learners_trace_in_two_threads():
+    maml = [learner(MLP, engine="traced") for _ in range(2)]
+    failed, barrier = [], threading.Barrier(2)
+
+    def train(one):
+        barrier.wait()
+        try:
+            trained(one, MLP)
+        except BaseException as error:
+            failed.append(error)
+
+    both = [threading.Thread(target=train, args=(m,)) for m in maml]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert not failed
+    wanted = trained(learner(MLP, engine="traced"), MLP)
+    assert all(distance(dict(m.model.named_parameters()), wanted) < 1e-12 for m in maml)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_counters_do_not_know_of_a_step_that_broke_off(workers):
+    calls = itertools.count()
+    armed = [False]
+
+    def loss_fn(output, y):
+        if armed[0] and next(calls) == 6:
+            raise KeyError("no luck")
+        return MLP.loss_fn(output, y)
+
+    maml = learner(MLP, loss_fn=loss_fn, engine="higher", workers=workers)
+    trained(maml, MLP, steps=1)
+    before = dict(maml.counts), maml.gradient_evaluations, maml.steps
+    armed[0] = True
+    with pytest.raises(KeyError, match="no luck"):
+        trained(maml, MLP, steps=1)
+    assert (dict(maml.counts), maml.gradient_evaluations, maml.steps) == before

@@ -10,6 +10,7 @@ from .choose import choose as choose
 from .choose import classes as classes
 from .choose import use_kernels as use_kernels
 from .choose import workers as workers
+from .ends import Beside as Beside
 from .held import held as held
 from .held import numbers as numbers
 from .held import without_tensors as without_tensors

@@ -11,6 +11,7 @@ import torch
 from .. import tree
 from ..types import Params, Task
 from . import threads
+from .ends import Beside
 from .loop import Adapted, Engine, InnerLoop
 from .traced import Graphs
 
@@ -24,7 +25,14 @@ class Job(NamedTuple):
 
 
 def backward(
-    engine: Engine, params: Params, jobs: list[Job], total: int, *, workers: int = 1, graphs: Graphs | None = None
+    engine: Engine,
+    params: Params,
+    jobs: list[Job],
+    total: int,
+    *,
+    beside: Beside | None = None,
+    workers: int = 1,
+    graphs: Graphs | None = None,
 ) -> Iterator[Adapted]:
     """Run the jobs and add the gradient of the sum of all losses over ``total`` to the ``.grad`` of ``params``.
 
@@ -33,6 +41,7 @@ def backward(
         params: all parameters of the model.
         jobs: what to run; their loops share one ``counts``.
         total: number of tasks that the loss is the mean of.
+        beside: what else the losses turn out to have gradients in, which is kept there; they go to its ``.grad`` too.
         workers: threads that the jobs are shared among.
         graphs: where the gradient is to come from, instead of ``engine``.
 
@@ -41,6 +50,7 @@ def backward(
         once all jobs are done.
     """
     grad = torch.is_grad_enabled()
+    beside = Beside() if beside is None else beside
 
     def work(own: InnerLoop, job: Job) -> tuple[Adapted, Params]:
         loop = dataclasses.replace(job.loop, model=own.model, counts=own.counts)
@@ -49,9 +59,13 @@ def backward(
         found = engine(loop, leaves, job.tasks, job.given)
         if not grad:
             return found, {}
-        wanted = {k: p for k, p in leaves.items() if p.requires_grad}
-        grads = torch.autograd.grad(found.loss.sum() / total, list(wanted.values()), allow_unused=True)
-        return _without_graph(found), {k: g for k, g in zip(wanted, grads, strict=True) if g is not None}
+        beside(found.loss, leaves.values())
+        ends = [(k, p) for k, p in (*leaves.items(), *beside.among(params).items()) if p.requires_grad]
+        grads = torch.autograd.grad(found.loss.sum() / total, [p for _, p in ends], allow_unused=True)
+        reached: Params = {}
+        for (k, _), g in zip(ends, grads, strict=True):
+            reached = reached if g is None else _plus(reached, {k: g})
+        return _without_graph(found), reached
 
     results: Iterable[tuple[Adapted, Params]]
     if graphs is not None and grad:
@@ -62,10 +76,16 @@ def backward(
         results = (work(job.loop, job) for job in jobs)
     summed: Params = {}
     for found, grads in results:
-        summed = tree.add(summed, grads)
+        summed = _plus(summed, grads)
         yield found
     if summed:
-        torch.autograd.backward([params[k] for k in summed], list(summed.values()))
+        ends = {**beside.among(params), **params}
+        torch.autograd.backward([ends[k] for k in summed], list(summed.values()))
+
+
+def _plus(a: Params, b: Params) -> Params:
+    """``a + b``; torch adds sparse tensors to dense ones, and not the other way about."""
+    return {**a, **b, **{k: b[k] + a[k] if a[k].is_sparse else a[k] + b[k] for k in a if k in b}}
 
 
 def _without_graph(found: Adapted) -> Adapted:

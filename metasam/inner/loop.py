@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -149,7 +150,7 @@ class InnerLoop:
         """Loss and output; raises ValueError unless the loss is one number."""
         with Kernels() if self.kernels else nullcontext():
             output = self.forward(params, x, step, clean)
-            loss = self.loss_fn(output, y)
+            loss = self.loss_fn(output, y.clone())  # tasks are the caller's, and seen again
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -383,11 +384,42 @@ def differentiable(model: nn.Module) -> Iterator[None]:
     These are fused attention, the fast path of transformer layers, and cuDNN's recurrent layers.
     """
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
-    cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()
+    with _PLAIN_ATTENTION(), _NO_CUDNN() if recurrent else nullcontext():
+        yield
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), cudnn:
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _Together:
+    """A setting of the whole process for as long as any thread is within: each would put back what another has set."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[object]]) -> None:
+        self.setting, self.lock, self.within = setting, threading.Lock(), 0
+        self.stack = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.lock:
+            if not self.within:
+                self.stack.enter_context(self.setting())
+            self.within += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.within -= 1
+                if not self.within:
+                    self.stack.close()
+
+
+_PLAIN_ATTENTION = _Together(_plain_attention)
+_NO_CUDNN = _Together(lambda: torch.backends.cudnn.flags(enabled=False))

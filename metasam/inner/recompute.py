@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import batchnorm
 from ..types import Params
+from .ends import strangers
 from .loop import Advance, Here, InnerLoop, differentiable, pack
 from .once import constant
 
@@ -155,18 +156,9 @@ def _put_back(random: Random, modes: Modes) -> None:
 
 def _check_closed(found: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """Raise ValueError if steps depend on something that needs gradients and is none of ``leaves``."""
-    known = {id(v) for v in leaves}
-    nodes = {v.grad_fn for v in found if v.grad_fn is not None}
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise ValueError(
-                "recompute differentiates with respect to parameters, rule state and tasks alone: found a tensor of "
-                f"shape {list(variable.shape)} that needs gradients elsewhere (a radius, the loss, a buffer); detach "
-                "it, or leave recompute out"
-            )
-        new = {n for n, _ in node.next_functions if n is not None} - nodes
-        nodes |= new
-        todo += new
+    for strange in strangers(found, leaves):
+        raise ValueError(
+            "recompute differentiates with respect to parameters, rule state and tasks alone: found a tensor of "
+            f"shape {list(strange.shape)} that needs gradients elsewhere (a radius, the loss, a buffer); detach "
+            "it, or leave recompute out"
+        )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -31,8 +32,12 @@ from .. import functional
 from ..types import Params, Task
 from . import vmap
 from .agree import apart
+from .ends import strangers
 from .held import Held, Same, changed, global_hooks, held, numbers, of_loss
 from .loop import Adapted, InnerLoop
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Tracing patches torch for the whole process."""
 
 MANY = 10
 """Graphs after which a learner warns that it makes one after the other."""
@@ -86,9 +91,10 @@ class Graphs:
         known = self._graphs.get(key, [])
         graph = next((g for g in known if g.tasks >= count), None)
         if graph is None:
-            start = time.perf_counter()
-            graph = self._made(loop, params, tasks)
-            self.seconds += time.perf_counter() - start
+            with _ONE_AT_A_TIME:
+                start = time.perf_counter()
+                graph = self._made(loop, params, tasks)
+                self.seconds += time.perf_counter() - start
             self._graphs[self._key(loop, params, tasks)].append(graph)
             self._watch(loop)
         rows, weights = graph.rows(count, share, tasks.support[1].device)
@@ -175,6 +181,13 @@ def _whole(loop: InnerLoop, params: Params) -> Callable[..., list[Tensor | None]
         with torch.enable_grad():
             found = vmap.run(loop, leaves, Task((sx, sy), (qx, qy)))
             value = (found.loss * weights).sum()
+        names = {id(p): k for k, p in params.items()}
+        for strange in strangers([value], leaves.values()):
+            reached = names.get(id(strange), f"a tensor {list(strange.shape)}")
+            raise ValueError(
+                f"expected a loss of what it is called with alone, got one that reaches {reached} by itself, which a "
+                "graph has no gradient in: use engine='vmap'"
+            )
         grads = torch.autograd.grad(value, [leaves[k] for k in _wanted(params)], allow_unused=True)
         return [found.loss.detach(), found.output.detach() if isinstance(found.output, Tensor) else None, *grads]
 
