@@ -698,3 +698,16 @@ def test_the_config_lists_every_key():
     assert Diagnostics(**config["diagnostics"]) == Diagnostics()
     assert {f"diagnostics.{f.name}" for f in dataclasses.fields(Diagnostics)} <= set(MAY_CHANGE)
     assert {f"diagnostics.{k}" for k in config["diagnostics"]} <= set(assemble._RANGES)
+
+
+def test_batches_stay_as_they_are_whatever_a_model_and_a_loss_write_to():
+    class Rude(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x.sub_(0.5))
+
+    model = Rude(3, 2).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    wanted = torch.nn.functional.mse_loss(torch.nn.functional.linear(x - 0.5, model.weight, model.bias), y + 1.0)
+    found = model_loss(model, lambda o, t: torch.nn.functional.mse_loss(o, t.add_(1.0)), [(x, y)])
+    for _ in range(2):
+        assert float(found(weights(model))) == pytest.approx(float(wanted.detach()), rel=1e-12)

@@ -72,7 +72,9 @@ def model_loss(
             with judging(model), norms.mode(model, policy, training=False):
                 # a buffer may be a parameter's tensor, and go with it
                 buffers = {k: b.clone() for k, b in model.named_buffers() if k not in tied}
-                value: Tensor = loss_fn(call(model, {**buffers, **params}, x, tied), y)
+                value: Tensor = loss_fn(
+                    call(model, {**buffers, **params}, x, tied), y.clone()
+                )  # batches are seen again
             return value
 
         return loss
