@@ -377,8 +377,10 @@ class SharpMAML:
 
     def _check_shared(self) -> None:
         """Raise ValueError where a loss has gradients that ranks would not sum up."""
-        known = self._params() if self.ranks.size > 1 else {}
-        strange = [t for k, t in self._beside.among(known).items() if known and k not in known]
+        if self.ranks.size == 1:
+            return
+        known = self._params()
+        strange = [t for k, t in self._beside.among(known).items() if k not in known]
         if strange:
             raise ValueError(
                 "expected a loss without weights of its own, as ranks share gradients of the model alone, got a tensor "

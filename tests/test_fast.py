@@ -832,6 +832,15 @@ def test_losses_may_reach_weights_by_themselves(way, variant):
         maml._check_shared()
 
 
+def in_two_threads(work, *arguments):
+    """``work`` of each of two arguments, side by side."""
+    both = [threading.Thread(target=work, args=(a,)) for a in arguments]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+
+
 def test_two_threads_leave_the_settings_of_the_process_as_they_were():
     model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True).double()
 
@@ -848,11 +857,7 @@ def test_two_threads_leave_the_settings_of_the_process_as_they_were():
                 time.sleep(0.001 * ((i + waits) % 2))
                 wrong.extend(s for s in [settings()] if s != (False, False, True))
 
-    both = [threading.Thread(target=within, args=(n,)) for n in (0, 1)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
+    in_two_threads(within, 0, 1)
     assert not wrong
     assert settings() == before != (False, False, True)
 
@@ -868,11 +873,7 @@ def test_two_learners_trace_in_two_threads():
         except BaseException as error:
             failed.append(error)
 
-    both = [threading.Thread(target=train, args=(m,)) for m in maml]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
+    in_two_threads(train, *maml)
     assert not failed
     wanted = trained(learner(MLP, engine="traced"), MLP)
     assert all(distance(dict(m.model.named_parameters()), wanted) < 1e-12 for m in maml)

@@ -59,7 +59,7 @@ def backward(
         found = engine(loop, leaves, job.tasks, job.given)
         if not grad:
             return found, {}
-        beside(found.loss, leaves.values())
+        beside.look(found.loss, leaves.values())
         ends = [(k, p) for k, p in (*leaves.items(), *beside.among(params).items()) if p.requires_grad]
         grads = torch.autograd.grad(found.loss.sum() / total, [p for _, p in ends], allow_unused=True)
         reached: Params = {}

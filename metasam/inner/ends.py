@@ -43,13 +43,14 @@ class Beside:
     def __reduce__(self) -> tuple[type[Beside], tuple[()]]:
         return Beside, ()  # a copy may have another loss
 
-    def __call__(self, loss: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
-        """Those tensors."""
+    def look(self, loss: Tensor, leaves: Iterable[Tensor]) -> None:
+        """Find them, unless that was done."""
         if self.found is None:
             self.found = list(strangers([loss], leaves))
-        return self.found
 
     def among(self, params: Params) -> Params:
         """Those found, by the names that they have among ``params``, or numbers."""
+        if not self.found:  # asked for every job
+            return {}
         names = {id(p): k for k, p in params.items()}
-        return {names.get(id(t), f"beside {i}"): t for i, t in enumerate(self.found or ())}
+        return {names.get(id(t), f"beside {i}"): t for i, t in enumerate(self.found)}
