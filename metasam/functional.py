@@ -4,46 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 
-def aliases(model: nn.Module) -> dict[str, str]:
-    """Further places in which the modules of ``model`` hold a tensor, and the name under which it is known.
+class Place(NamedTuple):
+    """Where a module holds a tensor."""
 
-    >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    name: str
+    held: dict[str, Any]
+    """The module's parameters, or its buffers."""
+    key: str
+    """Under what in them."""
+
+
+Places = dict[str, list[Place]]
+"""All places of a tensor, by the name that ``named_parameters`` or else ``named_buffers`` has for it."""
+
+
+def places(model: nn.Module) -> Places:
+    """Where the modules of ``model`` hold their tensors; tied ones are in several places.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     >>> tied[1].weight = tied[0].weight
-    >>> aliases(tied)
-    {'1.weight': '0.weight'}
+    >>> {known: [place.name for place in at] for known, at in places(tied).items()}
+    {'0.weight': ['0.weight', '1.weight'], '1.bias': ['1.bias']}
     """
-    known: dict[int, str] = {id(p): k for k, p in model.named_parameters()}
-    found = {}
+    known: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        known.setdefault(id(tensor), name)
+    found: Places = {}
     for name, module in model.named_modules():
-        for k, tensor in (*module._parameters.items(), *module._buffers.items()):
-            own = f"{name}.{k}" if name else k
-            if tensor is not None and known.setdefault(id(tensor), own) != own:
-                found[own] = known[id(tensor)]
+        for held in (module._parameters, module._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    own = f"{name}.{key}" if name else key
+                    found.setdefault(known[id(tensor)], []).append(Place(own, held, key))
     return found
 
 
-def call(model: nn.Module, tensors: Mapping[str, Tensor], x: Any, tied: Mapping[str, str] | None = None) -> Any:
+def call(model: nn.Module, tensors: Mapping[str, Tensor], x: Any, at: Places | None = None) -> Any:
     """``model(x)`` with these tensors, by name, for its own, wherever it holds them.
 
-    ``torch.func.functional_call`` looks for tied tensors itself, which takes longer than a small layer; and a module
-    that has two names it takes for two, of which one keeps the tensor that was only lent.
+    ``torch.func.functional_call`` looks the places up in every call, which takes longer than a small layer; and a
+    module that has two names it takes for two, of which one keeps the tensor that was only lent.
 
     Args:
         model: left as it is.
         tensors: by the names of ``named_parameters`` and ``named_buffers``; the others are the model's own.
-        x: its one argument, also left as it is if a tensor: a first layer may write to it.
-        tied: `aliases` of the model, for who calls it often.
+        x: its one argument, which a first layer may write to.
+        at: `places` of the model, for who calls it often.
     """
-    tied = aliases(model) if tied is None else tied
-    also = {k: tensors[known] for k, known in tied.items() if known in tensors}
-    own = x.clone() if isinstance(x, Tensor) else x
-    return functional_call(model, {**tensors, **also}, (own,), tie_weights=False)
+    at = places(model) if at is None else at
+    own: list[tuple[Place, Any]] = []
+    try:
+        for name, tensor in tensors.items():
+            for place in at[name]:
+                own.append((place, place.held[place.key]))
+                place.held[place.key] = tensor
+        return model(x)
+    finally:
+        for place, tensor in own:
+            place.held[place.key] = tensor
 
 
 @contextmanager

@@ -271,9 +271,7 @@ class SharpMAML:
         with self._ready(self.loop, *batches):
             losses = []
             for numbers, batch in _chunks(batches, None, _wanted(batches)):
-                losses.append(
-                    self._adapt(dataclasses.replace(self.loop, stream=self.steps, numbers=numbers), batch).loss
-                )
+                losses.append(self._adapt(dataclasses.replace(self.loop, stream=self.steps), batch, numbers).loss)
             return torch.cat(losses).mean()
 
     def step(self, tasks: Tasks, optimizer: Optimizer, val_tasks: Tasks | None = None) -> Tensor:
@@ -337,15 +335,17 @@ class SharpMAML:
             rows = self._rows(wanted, part)
             total = len(rows if self.ranks.local else wanted)
             chunks = list(_chunks(batches, size, [wanted[row] for row in rows]))
-            jobs, settled = [], dataclasses.replace(self._settled(self.loop), stream=self.steps)
+            jobs, loop = [], dataclasses.replace(self._settled(self.loop), stream=self.steps)
             for numbers, chunk in chunks:
-                loop = dataclasses.replace(settled, numbers=[first + n for n in numbers])
                 known = [displacements[n] for n in numbers if n in displacements]
                 given = [tree.stack(step) for step in zip(*known, strict=True)] if len(known) == len(numbers) else []
-                jobs.append(self._job(loop, chunk, given))
+                jobs.append(self._job([first + n for n in numbers], chunk, given))
             losses, hits = [], []
             results = inner.backward(
-                self._engine, self._params(), jobs, total, beside=self._beside, workers=workers, graphs=self.graphs
+                *(self._engine, loop, self._params(), jobs, total),
+                beside=self._beside,
+                workers=workers,
+                graphs=self.graphs,
             )
             for (numbers, chunk), job, found in zip(chunks, jobs, results, strict=True):
                 if self.loop.keep_eps and not job.given:
@@ -462,12 +462,9 @@ class SharpMAML:
                     own = self.ranks.rows(range(count, count + _size(batch)))
                     with self._ready(loop, batch) as workers:
                         chunks = list(_chunks([batch], -(-_size(batch) // workers), own))
-                        settled = self._settled(loop)
-                        jobs = [
-                            self._job(dataclasses.replace(settled, numbers=[count + n for n in numbers]), chunk)
-                            for numbers, chunk in chunks
-                        ]
-                        results = inner.backward(self._engine, self._params(), jobs, 1, workers=workers)
+                        jobs = [self._job([count + n for n in numbers], chunk) for numbers, chunk in chunks]
+                        settled, params = self._settled(loop), self._params()
+                        results = inner.backward(self._engine, settled, params, jobs, 1, workers=workers)
                         for (_, chunk), found in zip(chunks, results, strict=True):
                             losses.append(found.loss.double())
                             hits += [h.double() for h in [_accuracy(found, chunk)] if h is not None]
@@ -683,17 +680,17 @@ class SharpMAML:
             self.workers_used, self.workers_reason = count, reason
         return count
 
-    def _adapt(self, loop: inner.InnerLoop, batch: Task) -> inner.Adapted:
-        job = self._job(self._settled(loop), batch)
-        return self._engine(job.loop, self._params(), job.tasks)
+    def _adapt(self, loop: inner.InnerLoop, batch: Task, numbers: Sequence[int] | None = None) -> inner.Adapted:
+        self._check_labels(batch)
+        return self._engine(self._settled(loop), self._params(), batch, numbers=numbers)
 
     def _settled(self, loop: inner.InnerLoop) -> inner.InnerLoop:
         """The loop as it is now that the engine is chosen; which parameters are frozen may have changed."""
         return dataclasses.replace(loop, adapted=self._adapted(), kernels=self._kernels)
 
-    def _job(self, loop: inner.InnerLoop, batch: Task, given: Sequence[Params] = ()) -> inner.Job:
+    def _job(self, numbers: Sequence[int], batch: Task, given: Sequence[Params] = ()) -> inner.Job:
         self._check_labels(batch)
-        return inner.Job(loop, batch, given)
+        return inner.Job(numbers, batch, given)
 
     @property
     def _engine(self) -> inner.Engine:

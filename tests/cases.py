@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -485,11 +485,11 @@ def inner_loop(model: nn.Module, problem: Problem, rule: Rule, **settings: Any) 
     return inner.InnerLoop(model, problem.loss_fn, rule, 0.1, **{"steps": 3, "adapted": free, **settings})
 
 
-def run_engine(engine: str, loop: inner.InnerLoop, tasks: Task) -> inner.Adapted:
+def run_engine(engine: str, loop: inner.InnerLoop, tasks: Task, numbers: Sequence[int] | None = None) -> inner.Adapted:
     """The engine as `SharpMAML` calls it."""
     with (
         torch.set_grad_enabled(loop.training),
         batchnorm.mode(loop.model, loop.policy, training=loop.training),
         inner.differentiable(loop.model),
     ):
-        return inner.ENGINES[engine](loop, dict(loop.model.named_parameters()), tasks)
+        return inner.ENGINES[engine](loop, dict(loop.model.named_parameters()), tasks, numbers=numbers)

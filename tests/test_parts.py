@@ -402,14 +402,13 @@ def test_tasks_steps_and_meta_steps_draw_differently_and_by_their_number_alone()
     seen = []
     loop = inner_loop(MLP.model(), MLP, Noting(seen), steps=3)
     for stream in (0, 1):
-        for numbers in ((), (3, 4, 5)):
-            here = dataclasses.replace(loop, stream=stream, numbers=numbers)
-            run_engine("higher", here, MLP.tasks(3))
+        for numbers in (None, (3, 4, 5)):
+            run_engine("higher", dataclasses.replace(loop, stream=stream), MLP.tasks(3), numbers)
     distinct = {tuple(t.tolist()) for t in seen}
     assert len(distinct) == len(seen) == 2 * 2 * 3 * 3
     alone = []
-    again = dataclasses.replace(loop, rule=Noting(alone), stream=1, numbers=(4,))
-    run_engine("higher", again, MLP.tasks(1, seed=9))
+    again = dataclasses.replace(loop, rule=Noting(alone), stream=1)
+    run_engine("higher", again, MLP.tasks(1, seed=9), (4,))
     assert {tuple(t.tolist()) for t in alone} <= distinct
     for step, found in enumerate(alone):
         assert torch.equal(found, noise.normal({"w": found}, 4, step, 1, step, 4)["w"])
@@ -425,12 +424,7 @@ def test_engines_and_chunks_draw_the_same(case, first_order):
     for engine in ENGINES:
         for size in (1, 2, 7):
             parts = [range(5)[i : i + size] for i in range(0, 5, size)]
-            losses = [
-                run_engine(
-                    engine, dataclasses.replace(loop, numbers=p), tasks.map(lambda t, p=p: t[p.start : p.stop])
-                ).loss
-                for p in parts
-            ]
+            losses = [run_engine(engine, loop, tasks.map(lambda t, p=p: t[p.start : p.stop]), p).loss for p in parts]
             assert distance(gradients(torch.cat(losses).mean(), model), found[0]) < 1e-12
     twins = tasks.map(lambda t: t[:1].expand(2, *t.shape[1:]))
     for engine in ENGINES:

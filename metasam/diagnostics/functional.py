@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import batchnorm as norms
 from .. import tree
-from ..functional import aliases, call, judging
+from ..functional import call, judging, places
 from ..types import Eval, Params
 
 Loss = Callable[[Params], Tensor]
@@ -65,16 +65,16 @@ def model_loss(
     """
     if batchnorm not in ("frozen", "batch"):
         raise ValueError(f"expected batchnorm to be 'frozen' or 'batch', got {batchnorm!r}")
-    policy, tied = batchnorm, aliases(model)
+    policy, at = batchnorm, places(model)
 
     def on(x: Any, y: Tensor) -> Loss:
         def loss(params: Params) -> Tensor:
             with judging(model), norms.mode(model, policy, training=False):
                 # a buffer may be a parameter's tensor, and go with it
-                buffers = {k: b.clone() for k, b in model.named_buffers() if k not in tied}
-                value: Tensor = loss_fn(
-                    call(model, {**buffers, **params}, x, tied), y.clone()
-                )  # batches are seen again
+                buffers = {k: b.clone() for k, b in model.named_buffers() if k in at}
+                # batches are seen again, whatever a model or a loss writes to
+                own = x.clone() if isinstance(x, Tensor) else x
+                value: Tensor = loss_fn(call(model, {**buffers, **params}, own, at), y.clone())
             return value
 
         return loss

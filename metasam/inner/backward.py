@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,15 +16,18 @@ from .traced import Graphs
 
 
 class Job(NamedTuple):
-    """A chunk of tasks to run through the inner loop at once, and displacements to use again."""
+    """A chunk of tasks to run through the inner loop at once."""
 
-    loop: InnerLoop
+    numbers: Sequence[int]
+    """Theirs within the meta-batch."""
     tasks: Task
     given: Sequence[Params] = ()
+    """Displacements to use again."""
 
 
 def backward(
     engine: Engine,
+    loop: InnerLoop,
     params: Params,
     jobs: list[Job],
     total: int,
@@ -38,8 +40,9 @@ def backward(
 
     Args:
         engine: runs a job.
+        loop: the inner loop of all jobs.
         params: all parameters of the model.
-        jobs: what to run; their loops share one ``counts``.
+        jobs: what to run.
         total: number of tasks that the loss is the mean of.
         beside: what else the losses turn out to have gradients in, which is kept there; they go to its ``.grad`` too.
         workers: threads that the jobs are shared among.
@@ -52,11 +55,17 @@ def backward(
     grad = torch.is_grad_enabled()
     beside = Beside() if beside is None else beside
 
-    def work(own: InnerLoop, job: Job) -> tuple[Adapted, Params]:
-        loop = dataclasses.replace(job.loop, model=own.model, counts=own.counts)
-        # hooks are the parameters' own, and run once, as the sum of all gradients arrives there
+    def only(job: Job) -> tuple[Adapted, Params]:
+        """The only job, whose graph may end in the parameters themselves."""
+        found = engine(loop, params, job.tasks, job.given, job.numbers)
+        beside.look(found.loss, params.values())
+        (found.loss.sum() / total).backward()
+        return _without_graph(found), {}
+
+    def work(loop: InnerLoop, job: Job) -> tuple[Adapted, Params]:
+        """One of many: hooks are the parameters' own, and run once, as the sum of all gradients arrives there."""
         leaves = {k: p.detach().requires_grad_(p.requires_grad) for k, p in params.items()}
-        found = engine(loop, leaves, job.tasks, job.given)
+        found = engine(loop, leaves, job.tasks, job.given, job.numbers)
         if not grad:
             return found, {}
         beside.look(found.loss, leaves.values())
@@ -69,11 +78,13 @@ def backward(
 
     results: Iterable[tuple[Adapted, Params]]
     if graphs is not None and grad:
-        results = (graphs(job.loop, params, job.tasks, 1 / total) for job in jobs)
+        results = (graphs(loop, params, job.tasks, 1 / total) for job in jobs)
+    elif grad and len(jobs) == 1:
+        results = map(only, jobs)
     elif workers > 1 and len(jobs) > 1:
-        results = threads.run(jobs[0].loop, work, jobs, workers)
+        results = threads.run(loop, work, jobs, workers)
     else:
-        results = (work(job.loop, job) for job in jobs)
+        results = (work(loop, job) for job in jobs)
     summed: Params = {}
     for found, grads in results:
         summed = _plus(summed, grads)

@@ -110,7 +110,7 @@ def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
     hooks = [m.register_forward_hook(note) for m in loop.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            loop.forward(params, batch.query[0][0], step=loop.steps, clean=False)
+            loop.forward(params, batch.query[0][0].clone(), step=loop.steps, clean=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -269,7 +269,7 @@ def classes(loop: InnerLoop, params: Params, batch: Task) -> int | None:
     if y.is_floating_point():
         return None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = loop.forward(params, x, step=0, clean=False)
+        output = loop.forward(params, x.clone(), step=0, clean=False)
     return output.shape[1] if isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[1] > 1 else None
 
 

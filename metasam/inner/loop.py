@@ -87,7 +87,6 @@ class InnerLoop:
         recompute: how many steps go between two that are kept for backward, see `metasam.inner.recompute`; None: the
             whole graph is kept.
         stream: number of the meta-step, a part of the key of all noise.
-        numbers: of the tasks within the meta-batch, likewise; empty: 0, 1, ...
         repeats: whether these steps were taken before, so that no statistics are written.
         counts: gradient evaluations and forwards, counted a task.
     """
@@ -106,7 +105,6 @@ class InnerLoop:
     keep_eps: bool = False
     recompute: int | None = None
     stream: int = 0
-    numbers: Sequence[int] = ()
     repeats: bool = False
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -120,17 +118,13 @@ class InnerLoop:
         """How many steps go between two that are kept; None: there is no graph, or all of it is kept."""
         return self.recompute if self.differentiated else None
 
-    def number(self, task: int) -> int:
-        """Number of a task of this batch within its meta-batch."""
-        return self.numbers[task] if self.numbers else task
-
     def forward(self, params: Params, x: Tensor, step: int, clean: bool) -> Any:
-        """Call the model; ``step`` and ``clean`` only say which running statistics to read or write."""
+        """Call the model, which may write to x; ``step`` and ``clean`` only say which running statistics it uses."""
         # a module may write to its buffers: what a task does to them must not reach the meta-model
         buffers = {k: b.clone() for k, b in self._loose_buffers.items()}
         if self.per_step is not None:
             buffers |= self.per_step.at(step, write=clean and self.training and not self.repeats)
-        return functional.call(self.model, {**params, **buffers}, x, self._aliases)
+        return functional.call(self.model, {**params, **buffers}, x, self._places)
 
     @cached_property
     def _loose_buffers(self) -> Params:
@@ -139,18 +133,18 @@ class InnerLoop:
         return {
             k: b
             for k, b in self.model.named_buffers()
-            if k not in self._aliases and not (governed and k.startswith(governed))
+            if k in self._places and not (governed and k.startswith(governed))
         }
 
     @cached_property
-    def _aliases(self) -> dict[str, str]:
-        return functional.aliases(self.model)
+    def _places(self) -> functional.Places:
+        return functional.places(self.model)
 
     def loss(self, params: Params, x: Tensor, y: Tensor, step: int, clean: bool = True) -> tuple[Tensor, Any]:
-        """Loss and output; raises ValueError unless the loss is one number."""
+        """Loss and output, to be handed copies of x and y; raises ValueError unless the loss is one number."""
         with Kernels() if self.kernels else nullcontext():
             output = self.forward(params, x, step, clean)
-            loss = self.loss_fn(output, y.clone())  # tasks are the caller's, and seen again
+            loss = self.loss_fn(output, y)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -220,7 +214,7 @@ class InnerLoop:
         """Query loss and query output of one task, whose query set is in ``constants``."""
         fixed, x, y = constants
         self.counts["query"] += weight
-        loss, output = self.loss({**fixed, **fast}, x, y, step=self.steps)
+        loss, output = self.loss({**fixed, **fast}, x.clone(), y.clone(), step=self.steps)
         return loss, output if isinstance(output, Tensor) else ()
 
 
@@ -258,6 +252,7 @@ class SupportOracle:
         x, y = self._side(on)
         if part is not None:
             x, y = self._examples(part, x, y)
+        x, y = x.clone(), y.clone()  # a model or a loss may write to them, and the task is the caller's and seen again
         point, fixed = (self.params if not eps else tree.add(self.params, eps)), self.fixed
         graph = graph and loop.differentiated
         if not graph:
@@ -347,7 +342,14 @@ class SGD:
 class Engine(Protocol):
     """Runs the inner loop on a batch of tasks."""
 
-    def __call__(self, loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
+    def __call__(
+        self,
+        loop: InnerLoop,
+        params: Params,
+        tasks: Task,
+        given: Sequence[Params] = (),
+        numbers: Sequence[int] | None = None,
+    ) -> Adapted:
         """Adapt to T tasks from the same ``params`` and evaluate their query losses.
 
         Args:
@@ -355,6 +357,7 @@ class Engine(Protocol):
             params: all parameters of the model; the query losses are differentiable in them when ``loop.training``.
             tasks: with a leading task dimension.
             given: see `InnerLoop.advance`; stacked ``[T, ...]``.
+            numbers: of the tasks within their meta-batch, a part of the key of their noise; None: 0, 1, ...
         """
         ...
 

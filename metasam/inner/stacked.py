@@ -34,13 +34,19 @@ def _of_each(loss: Callable[[Params, Constants], Any]) -> Callable[[Params, Cons
     return losses
 
 
-def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
+def run(
+    loop: InnerLoop,
+    params: Params,
+    tasks: Task,
+    given: Sequence[Params] = (),
+    numbers: Sequence[int] | None = None,
+) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
     count = len(tasks.support[1])
 
     def draw(like: Params, key: tuple[int, ...]) -> Params:
-        rows = [noise.normal({k: v.detach()[i] for k, v in like.items()}, *key, loop.number(i)) for i in range(count)]
-        return tree.stack(rows)
+        each = enumerate(numbers or range(count))
+        return tree.stack([noise.normal({k: v.detach()[i] for k, v in like.items()}, *key, n) for i, n in each])
 
     def advance(loop: InnerLoop, here: Here, steps: range) -> tuple[Here, list[Params]]:
         own = given[steps.start : steps.stop]

@@ -2,8 +2,8 @@
 
 Tasks meet only in the sum of their gradients, so each of N threads adapts its own, and an operation gets the N-th part
 of torch's threads: with two of them that is one each, and faster than two an operation, as small convolutions are too
-short to share. Every thread calls a copy of the module, since ``functional_call`` puts a task's parameters into the
-module for the time of a call; the copies share every tensor with it. Results come back in the order of the tasks and
+short to share. Every thread calls a copy of the module, since a task's parameters are put into the module for the time
+of a call; the copies share every tensor with it. Results come back in the order of the tasks and
 are summed in it, so that their bits depend on the threads of an operation only.
 """
 
@@ -45,32 +45,30 @@ def run(
     workers, operations = min(workers, len(items)), torch.get_num_threads()
     free: SimpleQueue[InnerLoop] = SimpleQueue()
     for _ in range(workers):
-        free.put(dataclasses.replace(loop, model=twin(loop.model)))
+        free.put(dataclasses.replace(loop, model=twin(loop.model), counts=defaultdict(float)))
     inherit = _inherit()
 
-    def one(item: Given, counts: defaultdict[str, float]) -> Result:
+    def one(item: Given) -> tuple[Result, dict[str, float]]:
         own = free.get()
+        own.counts.clear()
         try:
             with inherit():
-                return work(dataclasses.replace(own, counts=counts), item)
+                return work(own, item), dict(own.counts)
         finally:
             free.put(own)
 
     share = max(1, operations // workers)
     pool = ThreadPoolExecutor(workers, "metasam", initializer=torch.set_num_threads, initargs=(share,))
-    waiting: list[tuple[Future[Result], defaultdict[str, float]]] = []
+    waiting: list[Future[tuple[Result, dict[str, float]]]] = []
     ahead = iter(items)
 
     def submit(number: int) -> None:
-        for item in itertools.islice(ahead, number):
-            counts: defaultdict[str, float] = defaultdict(float)
-            waiting.append((pool.submit(one, item, counts), counts))
+        waiting.extend(pool.submit(one, item) for item in itertools.islice(ahead, number))
 
     try:
         submit(2 * workers)
         while waiting:
-            future, counts = waiting.pop(0)
-            result = future.result()
+            result, counts = waiting.pop(0).result()
             for k, v in counts.items():
                 loop.counts[k] += v
             yield result

@@ -13,7 +13,7 @@ lose terms without a word (seen with torch 2.14; ``tests/test_inner.py`` keeps w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -89,26 +89,33 @@ def _gradient(loss: Loss, params: Params, constants: Constants, graph: bool) -> 
 
 
 class _Drawn(_LevelDown):
-    """Noise of every task, drawn outside of vmap: ``apply(key, number, index, *like)``."""
+    """Noise of every task, drawn outside of vmap: ``apply(key, numbers, index, *like)``."""
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, key: tuple[int, ...], number: Callable[[int], int], index: Tensor, *like: Tensor
+        info: Any, in_dims: Any, key: tuple[int, ...], numbers: Sequence[int], index: Tensor, *like: Tensor
     ) -> Any:
         """One draw a task, stacked; ``index`` is only there so that something is batched."""
         one = {
             str(i): v.detach() if d is None else v.detach().select(d, 0)
             for i, (v, d) in enumerate(zip(like, in_dims[3:], strict=True))
         }
-        rows = [noise.normal(one, *key, number(task)) for task in range(info.batch_size)]
+        rows = [noise.normal(one, *key, number) for number in numbers]
         return tuple(torch.stack([row[k] for row in rows]) for k in one), (0,) * len(one)
 
 
-def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = ()) -> Adapted:
+def run(
+    loop: InnerLoop,
+    params: Params,
+    tasks: Task,
+    given: Sequence[Params] = (),
+    numbers: Sequence[int] | None = None,
+) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
     if stackable(loop.rule):
-        return stacked.run(loop, params, tasks, given)
+        return stacked.run(loop, params, tasks, given, numbers)
     count = len(tasks.support[1])
+    numbers = numbers or range(count)
     index = torch.arange(count)
     # each task draws its own dropout masks
     vmap = partial(torch.vmap, randomness="different")
@@ -120,7 +127,7 @@ def run(loop: InnerLoop, params: Params, tasks: Task, given: Sequence[Params] = 
         """Steps of one task."""
 
         def draw(like: Params, key: tuple[int, ...]) -> Params:
-            return dict(zip(like, _Drawn.apply(key, loop.number, index, *like.values()), strict=True))
+            return dict(zip(like, _Drawn.apply(key, numbers, index, *like.values()), strict=True))
 
         return loop.advance(here, steps, _gradient, draw, SGD(loop.lr), given, weight=count)
 
