@@ -134,7 +134,8 @@ class SharpMAML:
     Raises:
         ValueError: a setting out of range, a model without trainable parameters, patterns that match nothing.
         RuntimeError: ``split`` without an initialised ``torch.distributed``.
-        TypeError: ``model`` is no module, ``loss_fn`` cannot be called, or a rule is neither a name nor a Rule.
+        TypeError: ``model`` is no module, or DataParallel; ``loss_fn`` cannot be called; or a rule is neither a name nor
+            a Rule.
 
     >>> model = nn.Linear(2, 1)
     >>> maml = SharpMAML(model, nn.functional.mse_loss, inner_lr=0.1, inner_steps=1, variant="both", rho_low=0.01)
@@ -707,6 +708,8 @@ class SharpMAML:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise TypeError("expected the network itself, got DataParallel: pass model.module; split=True shares tasks")
     lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(f"parameter {lazy[0]!r} has no shape yet: call the model once before handing it over")

@@ -130,15 +130,16 @@ def test_large_layers_are_left_to_torchs_own_threads(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("engine", ["auto", "higher"])
-def test_scripted_modules_take_no_hooks(engine):
+@pytest.mark.parametrize("whole", [False, True], ids=["a layer", "all of it"])
+def test_scripted_modules_take_no_hooks(engine, whole):
     torch.set_num_threads(2)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
-    scripted = nn.Sequential(plain[0], torch.jit.script(plain[1]), plain[2])
+    scripted = torch.jit.script(plain) if whole else nn.Sequential(plain[0], torch.jit.script(plain[1]), plain[2])
     found = []
     for model in (plain, scripted):
         maml = learner(MLP, model=model, engine=engine)
         loss = maml.meta_loss(MLP.tasks(2))
-        found.append(torch.autograd.grad(loss, list(plain.parameters())))
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
 
 

@@ -651,6 +651,7 @@ def frozen_model():
         ({"model": frozen_model()}, ValueError, "only frozen parameters"),
         ({"model": nn.LazyLinear(1)}, ValueError, "call the model once"),
         ({"model": len}, TypeError, r"torch\.nn\.Module"),
+        ({"model": nn.DataParallel(nn.Linear(1, 1))}, TypeError, r"model\.module"),
         ({"loss_fn": 3}, TypeError, "callable"),
         ({"inner_lr": float("nan")}, ValueError, "inner_lr > 0"),
         ({"inner_lr": 0.0}, ValueError, "inner_lr > 0"),
