@@ -134,8 +134,8 @@ class SharpMAML:
     Raises:
         ValueError: a setting out of range, a model without trainable parameters, patterns that match nothing.
         RuntimeError: ``split`` without an initialised ``torch.distributed``.
-        TypeError: ``model`` is no module, or DataParallel; ``loss_fn`` cannot be called; or a rule is neither a name nor
-            a Rule.
+        TypeError: ``model`` is no module, or is DataParallel; ``loss_fn`` cannot be called; a rule is neither a name
+            nor a Rule.
 
     >>> model = nn.Linear(2, 1)
     >>> maml = SharpMAML(model, nn.functional.mse_loss, inner_lr=0.1, inner_steps=1, variant="both", rho_low=0.01)
