@@ -12,35 +12,36 @@ from torch import Tensor, nn
 class Place(NamedTuple):
     """Where a module holds a tensor."""
 
-    name: str
-    held: dict[str, Any]
-    """The module's parameters, or its buffers."""
+    module: nn.Module
+    kind: str
+    """``"_parameters"`` or ``"_buffers"``, which a module may exchange as a whole."""
     key: str
-    """Under what in them."""
 
 
 Places = dict[str, list[Place]]
-"""All places of a tensor, by the name that ``named_parameters`` or else ``named_buffers`` has for it."""
+"""All places of each tensor, by the name that it is known by; further names of it have none."""
 
 
 def places(model: nn.Module) -> Places:
-    """Where the modules of ``model`` hold their tensors; tied ones are in several places.
+    """Where the modules of ``model`` hold their tensors.
+
+    A tensor is known by its name among ``named_parameters``, or else ``named_buffers``, or else the first of its own;
+    tied ones are in several places.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     >>> tied[1].weight = tied[0].weight
-    >>> {known: [place.name for place in at] for known, at in places(tied).items()}
-    {'0.weight': ['0.weight', '1.weight'], '1.bias': ['1.bias']}
+    >>> {name: len(at) for name, at in places(tied).items()}
+    {'0.weight': 2, '1.weight': 0, '1.bias': 1}
     """
-    known: dict[int, str] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        known.setdefault(id(tensor), name)
+    known = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
     found: Places = {}
-    for name, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            for key, tensor in held.items():
+    for prefix, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
                 if tensor is not None:
-                    own = f"{name}.{key}" if name else key
-                    found.setdefault(known[id(tensor)], []).append(Place(own, held, key))
+                    name = f"{prefix}.{key}" if prefix else key
+                    found.setdefault(name, [])
+                    found.setdefault(known.setdefault(id(tensor), name), []).append(Place(module, kind, key))
     return found
 
 
@@ -55,18 +56,24 @@ def call(model: nn.Module, tensors: Mapping[str, Tensor], x: Any, at: Places | N
         tensors: by the names of ``named_parameters`` and ``named_buffers``; the others are the model's own.
         x: its one argument, which a first layer may write to.
         at: `places` of the model, for who calls it often.
+
+    Raises:
+        KeyError: a name of none of its tensors.
     """
     at = places(model) if at is None else at
+    if unknown := tensors.keys() - at.keys():
+        raise KeyError(f"expected names of the model's tensors ({', '.join(list(at)[:4])}, ...), got {min(unknown)!r}")
     own: list[tuple[Place, Any]] = []
     try:
         for name, tensor in tensors.items():
             for place in at[name]:
-                own.append((place, place.held[place.key]))
-                place.held[place.key] = tensor
+                held = getattr(place.module, place.kind)
+                own.append((place, held[place.key]))
+                held[place.key] = tensor
         return model(x)
     finally:
-        for place, tensor in own:
-            place.held[place.key] = tensor
+        for place, tensor in reversed(own):  # modules may share what they hold them in
+            getattr(place.module, place.kind)[place.key] = tensor
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class SharpMAML:
     meta-gradients x inner gradients: none 1 x K, low 1 x 2K, up 2 x K, both 2 x 2K.
 
     Args:
-        model: the network, called with one argument. It is trained in place.
+        model: the network, called with one argument. It is trained in place, and holds a task's tensors while it is
+            called: learners in several threads need a model each.
         loss_fn: ``(output, y) -> scalar``, e.g. ``torch.nn.functional.cross_entropy``.
         inner_lr: learning rate of the inner SGD.
         inner_steps: number of inner steps, K.
@@ -310,6 +311,7 @@ class SharpMAML:
             except BaseException:  # nor do the other counters know of a step that broke off
                 self.loop.counts.clear()
                 self.loop.counts.update(before)
+                optimizer.zero_grad()
                 raise
         accuracy = None if seen[0].hits is None else float(seen[0].hits.mean())
         if self.split:
@@ -635,6 +637,7 @@ class SharpMAML:
             norms.mode(self.model, loop.policy, training=loop.training),
             inner.differentiable(self.model),
         ):
+            loop = dataclasses.replace(loop)  # it remembers where the model has its tensors, which may yet change
             if self.engine_used is None:
                 self._classes = inner.classes(loop, self._params(), batch)
                 self._check_labels(batch)

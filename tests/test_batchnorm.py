@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -260,6 +261,20 @@ def test_per_step_collects_what_each_clean_pass_saw():
     assert torch.equal(stored["1.running_var"][0], reference[1].running_var)
     assert stored["1.num_batches_tracked"].tolist() == [1, 1, 1]
     assert not torch.equal(stored["1.running_mean"][2], start["1.running_mean"][2])
+
+
+def test_per_step_norms_may_share_a_buffer():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    model[2].running_mean = model[1].running_mean
+    learner = SharpMAML(
+        model, nn.functional.mse_loss, inner_lr=0.1, inner_steps=1, variant="none", batchnorm="per_step"
+    )
+    x, y = torch.randn(2, 6, 3).double(), torch.randn(2, 6, 2).double()
+    found = learner.meta_loss(Task((x, y), (x, y)))
+    apart = copy.deepcopy(model)
+    apart[2].running_mean = apart[2].running_mean.clone()
+    other = SharpMAML(apart, nn.functional.mse_loss, inner_lr=0.1, inner_steps=1, variant="none", batchnorm="per_step")
+    assert torch.equal(found, other.meta_loss(Task((x, y), (x, y))))
 
 
 def test_per_step_counts_each_task_once_in_spite_of_the_second_outer_pass():

@@ -312,6 +312,16 @@ def test_frozen_parameters_stay_those_of_the_model():
     assert float(loss(moved_there)) == float(expected.detach())
 
 
+def test_a_loss_is_that_of_the_modules_which_the_model_has_when_it_is_called():
+    model = network()
+    loss = model_loss(model, nn.functional.cross_entropy, DATA[:1])
+    before = float(loss(weights(model)))
+    model[0] = copy.deepcopy(model[0])
+    params = {k: 2 * v for k, v in weights(model).items()}
+    wanted = float(model_loss(model, nn.functional.cross_entropy, DATA[:1])(params))
+    assert float(loss(params)) == wanted != before
+
+
 # -- live weights --------------------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,8 @@ def test_scripted_modules_take_no_hooks(engine, whole):
         maml = learner(MLP, model=model, engine=engine)
         loss = maml.meta_loss(MLP.tasks(2))
         found.append(torch.autograd.grad(loss, list(model.parameters())))
+        again = copy.deepcopy(maml)
+        assert torch.equal(again.meta_loss(MLP.tasks(2)), loss)
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*found, strict=True))
 
 
@@ -734,7 +736,7 @@ class Polite(Rude):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [*WAYS, ("auto", 1)], ids=str)
 def test_tasks_stay_as_they_are_whatever_a_model_and_a_loss_write_to(way, variant):
     def tasks(seed):
         torch.manual_seed(seed)
@@ -815,8 +817,9 @@ def test_losses_may_reach_weights_by_themselves(way, variant):
         with pytest.raises(ValueError, match=r"reaches (.\.(weight|bias)|a tensor \[\]) by itself.*engine='vmap'"):
             maml.step(MLP.tasks(TASKS), own)
         return
-    for seed in (1, 2):
-        tasks = MLP.tasks(TASKS, seed=seed)
+    # how many tasks decides whether there are several chunks, whose gradients are summed
+    for seed, count in enumerate((1, TASKS, 1)):
+        tasks = MLP.tasks(count, seed=seed)
         for optimizer in (one, other, beside):
             optimizer.zero_grad()
         plain.meta_loss(tasks).backward()

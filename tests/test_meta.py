@@ -843,6 +843,54 @@ def test_an_old_style_weight_norm_is_not_taken_by_vmap():
     assert "parametrizations.weight_norm" in learner.engine_reason
 
 
+def test_a_pruned_layer_is_not_taken_by_vmap():
+    model = nn.Sequential(nn.Linear(2, 3))
+    torch.nn.utils.prune.random_unstructured(model[0], "weight", amount=0.5)
+    learner = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="none")
+    x, y = torch.randn(2, 6, 2), torch.arange(6).remainder(3).expand(2, 6)
+    learner.step(Task((x, y), (x, y)), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert learner.engine_used == "higher"
+    assert "prune" in learner.engine_reason
+    assert learner.evaluate(Task((x, y), (x, y))).n == 2
+
+
+@pytest.mark.parametrize("engine", ["auto", "higher", "vmap", "traced"])
+def test_a_model_is_widened_as_the_error_says(engine):
+    """Where a model has its tensors is not remembered from a call that failed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    learner = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="none", engine=engine)
+    x, y = torch.randn(2, 6, 2), torch.arange(6).remainder(4).expand(2, 6)
+    with pytest.raises(ValueError, match="widen the model's head"):
+        learner.meta_loss(Task((x, y), (x, y)))
+    model[1] = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))
+    fresh = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="none", engine=engine)
+    wanted = fresh.meta_loss(Task((x, y), (x, y)))
+    assert torch.equal(learner.meta_loss(Task((x, y), (x, y))), wanted)
+
+
+@pytest.mark.parametrize("engine", ["higher", "vmap"])
+def test_a_step_that_breaks_off_on_its_way_back_leaves_no_gradient(engine):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    learner = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, variant="none", engine=engine)
+    x, y = torch.randn(1, 6, 2), torch.arange(6).remainder(3).expand(1, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner.step(Task((x, y), (x, y)), optimizer)
+    before = copy.deepcopy(model.state_dict())
+
+    def fail(grad):
+        raise ArithmeticError("no such luck")
+
+    hook = model.bias.register_hook(fail)
+    with pytest.raises(ArithmeticError, match="no such luck"):
+        learner.step(Task((x, y), (x, y)), optimizer)
+    hook.remove()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert learner.steps == 1
+
+
 def test_a_rule_that_needs_momentum_is_refused_in_inner_loops_of_one_step_too():
     for variant in ("low", "both"):
         with pytest.raises(ValueError, match="MomentumSAM needs a base optimizer with momentum, inner loops have none"):

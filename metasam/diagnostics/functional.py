@@ -65,13 +65,14 @@ def model_loss(
     """
     if batchnorm not in ("frozen", "batch"):
         raise ValueError(f"expected batchnorm to be 'frozen' or 'batch', got {batchnorm!r}")
-    policy, at = batchnorm, places(model)
+    policy = batchnorm
 
     def on(x: Any, y: Tensor) -> Loss:
         def loss(params: Params) -> Tensor:
             with judging(model), norms.mode(model, policy, training=False):
+                at = places(model)
                 # a buffer may be a parameter's tensor, and go with it
-                buffers = {k: b.clone() for k, b in model.named_buffers() if k in at}
+                buffers = {k: b.clone() for k, b in model.named_buffers() if at.get(k)}
                 # batches are seen again, whatever a model or a loss writes to
                 own = x.clone() if isinstance(x, Tensor) else x
                 value: Tensor = loss_fn(call(model, {**buffers, **params}, own, at), y.clone())

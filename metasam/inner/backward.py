@@ -56,9 +56,8 @@ def backward(
     beside = Beside() if beside is None else beside
 
     def only(job: Job) -> tuple[Adapted, Params]:
-        """The only job, whose graph may end in the parameters themselves."""
+        """The only job: its graph may end in the parameters themselves, unless a loss reaches anything by itself."""
         found = engine(loop, params, job.tasks, job.given, job.numbers)
-        beside.look(found.loss, params.values())
         (found.loss.sum() / total).backward()
         return _without_graph(found), {}
 
@@ -79,7 +78,7 @@ def backward(
     results: Iterable[tuple[Adapted, Params]]
     if graphs is not None and grad:
         results = (graphs(loop, params, job.tasks, 1 / total) for job in jobs)
-    elif grad and len(jobs) == 1:
+    elif grad and len(jobs) == 1 and beside.found == []:
         results = map(only, jobs)
     elif workers > 1 and len(jobs) > 1:
         results = threads.run(loop, work, jobs, workers)

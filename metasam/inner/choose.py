@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
@@ -110,7 +111,7 @@ def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
     hooks = [m.register_forward_hook(note) for m in loop.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            loop.forward(params, batch.query[0][0].clone(), step=loop.steps, clean=False)
+            loop.forward(params, batch.query[0][0], step=loop.steps, clean=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -224,11 +225,15 @@ def _known(loop: InnerLoop) -> str | None:
             )
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return f"Embedding {name!r} would train its padding_idx under vmap; use engine='higher'"
-        if any(type(hook).__name__ == "WeightNorm" for hook in module._forward_pre_hooks.values()):
-            return (
-                f"{type(module).__name__} {name!r} keeps its weight as an attribute (torch.nn.utils.weight_norm); use "
-                "torch.nn.utils.parametrizations.weight_norm, or engine='higher'"
-            )
+        for hook in module._forward_pre_hooks.values():
+            kept = f"{type(module).__name__} {name!r} keeps its weight as an attribute"
+            if type(hook).__name__ == "WeightNorm":
+                return (
+                    f"{kept} (torch.nn.utils.weight_norm); use torch.nn.utils.parametrizations.weight_norm, or "
+                    "engine='higher'"
+                )
+            if isinstance(hook, prune.BasePruningMethod):
+                return f"{kept} (torch.nn.utils.prune); use engine='higher'"
     if loop.per_step is not None:
         return "batchnorm='per_step' writes statistics during the forward; use engine='higher', or batchnorm='batch'"
     return None
@@ -269,7 +274,7 @@ def classes(loop: InnerLoop, params: Params, batch: Task) -> int | None:
     if y.is_floating_point():
         return None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = loop.forward(params, x.clone(), step=0, clean=False)
+        output = loop.forward(params, x, step=0, clean=False)
     return output.shape[1] if isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[1] > 1 else None
 
 

@@ -27,6 +27,9 @@ class Same:
     def __hash__(self) -> int:
         return id(self.it)
 
+    def __deepcopy__(self, memo: object) -> Same:
+        return self  # a copy of it would be another
+
 
 def held(model: nn.Module) -> Held:
     """Every attribute of every module, by name: numbers by value, also in containers, and objects by identity."""

@@ -119,7 +119,10 @@ class InnerLoop:
         return self.recompute if self.differentiated else None
 
     def forward(self, params: Params, x: Tensor, step: int, clean: bool) -> Any:
-        """Call the model, which may write to x; ``step`` and ``clean`` only say which running statistics it uses."""
+        """Call the model on a copy of x; ``step`` and ``clean`` only say which running statistics it uses."""
+        return self._called(params, x.clone(), step, clean)
+
+    def _called(self, params: Params, x: Tensor, step: int, clean: bool) -> Any:
         # a module may write to its buffers: what a task does to them must not reach the meta-model
         buffers = {k: b.clone() for k, b in self._loose_buffers.items()}
         if self.per_step is not None:
@@ -133,7 +136,7 @@ class InnerLoop:
         return {
             k: b
             for k, b in self.model.named_buffers()
-            if k in self._places and not (governed and k.startswith(governed))
+            if self._places.get(k) and not (governed and k.startswith(governed))
         }
 
     @cached_property
@@ -143,7 +146,7 @@ class InnerLoop:
     def loss(self, params: Params, x: Tensor, y: Tensor, step: int, clean: bool = True) -> tuple[Tensor, Any]:
         """Loss and output, to be handed copies of x and y; raises ValueError unless the loss is one number."""
         with Kernels() if self.kernels else nullcontext():
-            output = self.forward(params, x, step, clean)
+            output = self._called(params, x, step, clean)
             loss = self.loss_fn(output, y)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -163,7 +163,7 @@ class Graphs:
             *(Same(loop.rule), loop.lr, loop.steps, loop.adapted, loop.first_order, loop.policy),
             *((t.shape[1:], t.dtype) for t in (*tasks.support, *tasks.query)),
             *((k, p.shape, p.dtype, p.device, p.requires_grad) for k, p in params.items()),
-            *((k, *(place.name for place in at)) for k, at in functional.places(loop.model).items()),
+            *((k, *((Same(m), kind, key) for m, kind, key in at)) for k, at in functional.places(loop.model).items()),
             global_hooks(),
             *((k, v) for k, v in held(loop.model).items() if k not in self._written),
             torch.get_num_threads() if self.compiled else None,
