@@ -80,8 +80,13 @@ def add(a: Params, b: Params, alpha: float | Tensor = 1.0) -> Params:
     if _fuses(values):  # a number needs no copy of b
         sums = torch._foreach_add([a[k] for k in shared], values, alpha=alpha)
     else:
-        sums = tuple(torch.add(a[k], v, alpha=alpha) for k, v in shared.items())
+        sums = tuple(_added(a[k], v, alpha) for k, v in shared.items())
     return {**a, **rest, **dict(zip(shared, sums, strict=True))}
+
+
+def _added(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """``a + alpha b``; torch adds a sparse tensor to a dense one, and not the other way about."""
+    return alpha * b + a if a.is_sparse and not b.is_sparse else torch.add(a, b, alpha=alpha)
 
 
 def scale(tree: Params, factor: Factor) -> Params:

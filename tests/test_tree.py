@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -191,3 +193,12 @@ def test_rejecting_what_has_no_key_or_no_length_leaves_everything():
     assert tree.reject({}, {}) == {}
     assert_same(tree.reject(A, tree.scale(A, 0.0)), A)
     assert_same(tree.reject({"u": A["u"]}, {"v": A["v"]}), {"u": A["u"], "v": torch.zeros(1, 1)})
+
+
+@pytest.mark.parametrize("alpha", [1.0, -0.5])
+@pytest.mark.parametrize("sparse", list(itertools.product((False, True), repeat=2)))
+def test_sparse_and_dense_tensors_are_added_in_either_order(sparse, alpha):
+    a, b = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    one, two = (v.to_sparse(1) if s else v for v, s in zip((a, b), sparse, strict=True))
+    found = tree.add({"w": one}, {"w": two}, alpha)["w"]
+    assert torch.allclose(found.to_dense(), a + alpha * b, rtol=1e-14)

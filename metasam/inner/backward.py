@@ -72,7 +72,7 @@ def backward(
         grads = torch.autograd.grad(found.loss.sum() / total, [p for _, p in ends], allow_unused=True)
         reached: Params = {}
         for (k, _), g in zip(ends, grads, strict=True):
-            reached = reached if g is None else _plus(reached, {k: g})
+            reached = reached if g is None else tree.add(reached, {k: g})
         return _without_graph(found), reached
 
     results: Iterable[tuple[Adapted, Params]]
@@ -86,16 +86,11 @@ def backward(
         results = (work(loop, job) for job in jobs)
     summed: Params = {}
     for found, grads in results:
-        summed = _plus(summed, grads)
+        summed = tree.add(summed, grads)
         yield found
     if summed:
         ends = {**beside.among(params), **params}
         torch.autograd.backward([ends[k] for k in summed], list(summed.values()))
-
-
-def _plus(a: Params, b: Params) -> Params:
-    """``a + b``; torch adds sparse tensors to dense ones, and not the other way about."""
-    return {**a, **b, **{k: b[k] + a[k] if a[k].is_sparse else a[k] + b[k] for k in a if k in b}}
 
 
 def _without_graph(found: Adapted) -> Adapted:

@@ -3,8 +3,8 @@
 Tasks meet only in the sum of their gradients, so each of N threads adapts its own, and an operation gets the N-th part
 of torch's threads: with two of them that is one each, and faster than two an operation, as small convolutions are too
 short to share. Every thread calls a copy of the module, since a task's parameters are put into the module for the time
-of a call; the copies share every tensor with it. Results come back in the order of the tasks and
-are summed in it, so that their bits depend on the threads of an operation only.
+of a call; the copies share every tensor with it. Results come back in the order of the tasks and are summed in it, so
+that their bits depend on the threads of an operation only.
 """
 
 from __future__ import annotations
