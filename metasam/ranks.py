@@ -19,6 +19,11 @@ from torch import Tensor, distributed, nn
 
 from .noise import seed
 
+if distributed.is_available():
+    # Its functions have the group of the moment of their import for a default. If there is one already (TorchDynamo
+    # imports them late), it outlives `destroy_process_group`, and its threads the interpreter, which then may abort.
+    import torch.distributed.nn.functional
+
 _T = TypeVar("_T")
 
 

@@ -490,6 +490,30 @@ def test_resumed_on_other_numbers_of_ranks(tmp_path, start):
     assert read.steps == 9
 
 
+LEAVES = """
+import pathlib, torch
+from metasam import ranks
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+import torch._dynamo  # as a traced engine does, late
+ranks.Ranks.initialised().sum([torch.ones(3)])
+names = lambda: {entry.read_text().strip() for entry in pathlib.Path("/proc/self/task").glob("*/comm")}
+before = names()
+torch.distributed.destroy_process_group()
+print(*(name for name in before if "gloo" in name))
+print(*(name for name in names() if "gloo" in name))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to list threads")
+def test_no_thread_of_a_group_outlives_it(spawn):
+    """One that meets the end of the interpreter may abort it, and so fail a run that is done."""
+    status, out, err = finished(spawn([sys.executable, "-c", LEAVES], env=environment()))
+    assert status == 0, err
+    before, after = out.splitlines()
+    assert before
+    assert not after
+
+
 def ranks_of(torchrun):
     """Process ids by rank."""
     found = {}
