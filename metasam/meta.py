@@ -118,11 +118,11 @@ class SharpMAML:
             and its layers are not so large that an operation keeps all threads busy.
         recompute: for long inner loops: keep the parameters of every n-th inner step only, instead of the whole graph,
             and take the n steps in between again as the meta-gradient goes back through them. "auto": about
-            ``sqrt(inner_steps)``, where memory grows with the root of the steps. Costs one more inner loop, which
-            `counts` and `gradient_evaluations` leave out. Meta-gradients stay the same to the last bit (to rounding
-            where "higher" has several tasks in one graph: `meta_loss`, ``chunk_size``), dropout masks and running
-            statistics too, but have no derivative themselves. Leave the model as it is until backward is done. Without
-            a graph to keep (``first_order``, `evaluate`, `adapt`) nothing changes. None: keep the graph.
+            half of ``sqrt(inner_steps)``, so that memory grows with the root of the steps. Costs one more inner loop,
+            which `counts` and `gradient_evaluations` leave out. Meta-gradients stay the same to the last bit (to
+            rounding where "higher" has several tasks in one graph: `meta_loss`, ``chunk_size``), dropout masks and
+            running statistics too, but have no derivative themselves. Leave the model as it is until backward is done.
+            Without a graph to keep (``first_order``, `evaluate`, `adapt`) nothing changes. None: keep the graph.
         split: each rank of ``torch.distributed`` adapts to its share of every meta-batch, with one all-reduce a pass,
             and one of a few numbers a step. Meta-gradient, loss, accuracy and counts are those of one process to
             rounding, and weights stay equal to the last bit. All ranks call `step` and `evaluate`, with the same tasks,
@@ -730,7 +730,8 @@ def _segment_length(recompute: int | str | None, steps: int) -> int | None:
     if recompute is None:
         return None
     if recompute == "auto":
-        return round(math.sqrt(steps))
+        # least of n graphs and steps / n states, where the graph of a step weighs four states; it seldom weighs less
+        return max(1, round(math.sqrt(steps / 4)))
     if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 1:
         raise ValueError(f"expected recompute to be an integer >= 1, 'auto' or None, got recompute={recompute!r}")
     return recompute

@@ -624,6 +624,37 @@ def test_a_model_whose_state_keeps_changing_is_left_to_torchs_kernels():
     assert "attributes keep changing" in maml.engine_reason
 
 
+class Notes(nn.Module):
+    """Notes how many images it gets, and whether a graph of them is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((len(x), x.dtype, torch.is_grad_enabled()))
+        return x.flatten(1)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_trying_kernels_out_keeps_the_graph_of_a_large_query_set_only_where_the_loss_needs_it(whole):
+    def loss_fn(output, y):
+        if whole and len(y) not in (5, 12):
+            raise ValueError(f"expected 5 or 12 labels, got {len(y)}")
+        return F.cross_entropy(output, y)
+
+    torch.manual_seed(0)
+    notes = Notes()
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), notes, nn.Linear(256, 3))
+    x, y = normal(2, 12, 2, 6, 6).float(), torch.arange(3).repeat(4).expand(2, -1)
+    maml = SharpMAML(model, loss_fn, inner_lr=0.1, inner_steps=2, engine="higher", variant="none", workers=1)
+    maml.meta_loss(Task((x[:, :5], y[:, :5]), (x, y)))
+    assert maml._kernels
+    tried = {(n, kept) for n, dtype, kept in notes.seen if dtype == torch.float64}
+    assert {(5, True), (6, True), (12, False)} <= tried
+    assert ((12, True) in tried) == whole
+
+
 def test_trying_kernels_out_leaves_no_trace():
     torch.manual_seed(0)
     dropout = nn.Dropout(0.5)

@@ -126,29 +126,37 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     if engine != "higher" or batch.support[0].device.type != "cpu" or not concern(loop.model):
         return False, None
     one = batch.map(lambda t: t[:1])
+    every = max(1, one.query[0].shape[1] // one.support[0].shape[1])  # about as many as in the support set
+    few = Task(one.support, (one.query[0][:, ::every], one.query[1][:, ::every]))
 
-    def found(kernels: bool, cast: Callable[[Tensor], Tensor]) -> tuple[list[Tensor | None], bool]:
-        """Loss and meta-gradient of one inner step, and whether random numbers were drawn."""
+    def found(kernels: bool, cast: Callable[[Tensor], Tensor], part: Task) -> tuple[list[Tensor | None], bool]:
+        """Query loss after one inner step, loss and meta-gradient of a part, and whether random numbers were drawn."""
         short = dataclasses.replace(
             loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
         )
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), _all_kept(loop.model):
             before = _generators()
             leaves = {k: cast(p.detach()).requires_grad_(p.requires_grad) for k, p in params.items()}
-            loss = higher.run(short, leaves, one.map(cast)).loss.sum()
+            with torch.no_grad():  # query sets may be large, and their graph in double precision more than training has
+                whole = higher.run(short, leaves, one.map(cast)).loss
+            loss = higher.run(short, leaves, part.map(cast)).loss.sum()
             wanted = [p for p in leaves.values() if p.requires_grad] if loss.requires_grad else []
             grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
-            return [loss.detach(), *grads], before != _generators()
+            return [whole, loss.detach(), *grads], before != _generators()
 
     cast: Callable[[Tensor], Tensor] = _double
-    same = SAME_IN_DOUBLE
-    try:  # where rounding turns no ReLU
-        plain, drawn = found(False, cast)
-    except Exception:  # a module may have numbers of one precision
-        same, cast = SAME, Tensor.detach
-        plain, drawn = found(False, cast)  # what fails now is the caller's error
+    part, same = few, SAME_IN_DOUBLE
     try:
-        fast, _ = found(True, cast)
+        plain, drawn = found(False, cast, part)
+    except Exception:
+        part = one  # a loss may need a whole query set
+        try:
+            plain, drawn = found(False, cast, part)
+        except Exception:  # a module may have numbers of one precision
+            same, cast = SAME, Tensor.detach
+            plain, drawn = found(False, cast, part)  # what fails now is the caller's error
+    try:
+        fast, _ = found(True, cast, part)
     except Exception as error:  # whatever a user's module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
