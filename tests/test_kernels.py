@@ -624,6 +624,36 @@ def test_a_model_whose_state_keeps_changing_is_left_to_torchs_kernels():
     assert "attributes keep changing" in maml.engine_reason
 
 
+@pytest.mark.parametrize("hides", ["nan in a part", "nan in the first batch", "large loss", "numbers of one precision"])
+def test_a_loss_does_not_hide_that_images_must_lie_as_usual(hides):
+    def loss_fn(output, y):
+        if hides == "large loss":
+            return F.cross_entropy(output, y) + 1e9
+        weight = torch.ones(3, dtype=torch.float32) if hides == "numbers of one precision" else None
+        return F.cross_entropy(output, y, weight, ignore_index=0 if hides == "nan in a part" else -100)
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if hides == "numbers of one precision" else torch.float64
+    model = nn.Sequential(nn.Conv2d(2, 16, 3), Stubborn("reads memory"), nn.Linear(256, 3)).to(dtype)
+    with torch.no_grad():
+        model[2].weight.mul_(0.05)
+    x, y = normal(2, 12, 2, 6, 6).to(dtype), torch.arange(3).repeat(4).expand(2, -1)
+    learners = [
+        SharpMAML(model, loss_fn, inner_lr=0.1, inner_steps=2, engine="higher", variant="none", workers=1)
+        for _ in range(2)
+    ]
+    ours, torchs = learners
+    torchs._kernels = False
+    if hides == "nan in the first batch":
+        bad = x.clone()
+        bad[0, 0] = math.nan
+        ours.meta_loss(Task((bad[:, :4], y[:, :4]), (x, y)))
+    every = 3 if hides == "nan in a part" else 1  # of a query set of classes in turn: all of class 0
+    task = Task((x[:, 1:5], y[:, 1:5]), (x, y)) if every > 1 else Task((x[:, :4], y[:, :4]), (x, y))
+    assert torch.equal(*(maml.meta_loss(task) for maml in learners))
+    assert not ours._kernels
+
+
 class Notes(nn.Module):
     """Notes how many images it gets, and whether a graph of them is kept."""
 

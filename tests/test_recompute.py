@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import weakref
 from collections import defaultdict
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from metasam import SharpMAML, inner
+from metasam import SharpMAML, Task, inner
 from metasam.rules import Plain, Sharp
 
 from .cases import (
@@ -382,3 +383,28 @@ def test_nothing_piles_up(engine):
         for _ in range(4):
             maml.step(tasks, optimizer)
     assert memory.now <= first
+
+
+class Draws(nn.Module):
+    """What torch's generators know nothing of."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.calls, self.linear = how, 0, nn.Linear(1, 1)
+        self.random = random.Random(3)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (self.calls if self.how == "counts" else 1 + self.random.random())
+
+
+@pytest.mark.parametrize("how", ["counts", "draws"])
+def test_steps_that_are_not_the_same_when_taken_again_are_refused(how):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 5, 1).double(), torch.randn(2, 5, 1).double()
+    maml = SharpMAML(
+        *(Draws(how).double(), nn.functional.mse_loss),
+        inner_lr=0.01, inner_steps=4, engine="higher", variant="none", recompute=2, workers=1,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="the same when recompute takes them again"):
+        maml.step(Task((x, y), (x, y)), torch.optim.SGD(maml.model.parameters(), 0.1))

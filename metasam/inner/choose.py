@@ -129,7 +129,7 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     every = max(1, one.query[0].shape[1] // one.support[0].shape[1])  # about as many as in the support set
     few = Task(one.support, (one.query[0][:, ::every], one.query[1][:, ::every]))
 
-    def found(kernels: bool, cast: Callable[[Tensor], Tensor], part: Task) -> tuple[list[Tensor | None], bool]:
+    def found(kernels: bool, cast: Callable[[Tensor], Tensor], part: Task) -> tuple[Losses, Gradients, bool]:
         """Query loss after one inner step, loss and meta-gradient of a part, and whether random numbers were drawn."""
         short = dataclasses.replace(
             loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
@@ -142,38 +142,58 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
             loss = higher.run(short, leaves, part.map(cast)).loss.sum()
             wanted = [p for p in leaves.values() if p.requires_grad] if loss.requires_grad else []
             grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
-            return [whole, loss.detach(), *grads], before != _generators()
+            return [whole, loss.detach()], [*grads], before != _generators()
+
+    def in_double(part: Task) -> tuple[Losses, Gradients, bool]:
+        results = found(False, _double, part)
+        if not all(math.isfinite(size) for size in _sizes(*results[:2])):  # tells nothing
+            raise ArithmeticError
+        return results
 
     cast: Callable[[Tensor], Tensor] = _double
     part, same = few, SAME_IN_DOUBLE
     try:
-        plain, drawn = found(False, cast, part)
+        losses, grads, drawn = in_double(part)
     except Exception:
         part = one  # a loss may need a whole query set
         try:
-            plain, drawn = found(False, cast, part)
+            losses, grads, drawn = in_double(part)
         except Exception:  # a module may have numbers of one precision
             same, cast = SAME, Tensor.detach
-            plain, drawn = found(False, cast, part)  # what fails now is the caller's error
+            losses, grads, drawn = found(False, cast, part)  # what fails now is the caller's error
     try:
-        fast, _ = found(True, cast, part)
+        own_losses, own_grads, _ = found(True, cast, part)
     except Exception as error:  # whatever a user's module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
-    off, size = apart(fast, plain)
     if drawn:  # in the order of the memory: other numbers for other places
         return False, "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last"
-    if off <= same * size or not math.isfinite(size):
-        return True, None
-    return False, (
-        "on torch's kernels, as the model gives something else for images whose channels lie last (loss and "
-        f"meta-gradient are off by {off:.1e}, of a size of {size:.1e})"
-    )
+    if not all(math.isfinite(size) for size in _sizes(losses, grads)):
+        return False, "on torch's kernels, as a loss or meta-gradient that is not finite tells nothing of others"
+    for what, own, torchs, least in (
+        ("loss", own_losses, losses, same / 100),
+        ("meta-gradient", own_grads, grads, same),
+    ):
+        off, size = apart(own, torchs)  # apart from each other, as a large loss would hide the gradient
+        if not off <= least * size:
+            return False, (
+                "on torch's kernels, as the model gives something else for images whose channels lie last (the "
+                f"{what} is off by {off:.1e}, of a size of {size:.1e})"
+            )
+    return True, None
+
+
+Losses = list[Tensor | None]
+Gradients = list[Tensor | None]
+
+
+def _sizes(*groups: list[Tensor | None]) -> list[float]:
+    return [apart(group, group)[1] for group in groups]
 
 
 SAME, SAME_IN_DOUBLE = 0.1, 1e-6
-"""Part of its size that a meta-gradient may be off by. In float32 the order of sums makes a thousandth of it, and some
-hundredths where it turns a ReLU or a pool; in double precision nothing of the kind."""
+"""Part of its size that a meta-gradient may be off by, a loss a hundredth of that. In float32 the order of sums makes a
+thousandth of it, and some hundredths where it turns a ReLU or a pool; in double precision nothing of the kind."""
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ help here: the gradient within a step makes it run every step again in the forwa
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,12 +19,23 @@ from torch import Tensor, nn
 
 from .. import batchnorm
 from ..types import Params
+from .agree import apart
 from .ends import strangers
 from .loop import Advance, Here, InnerLoop, differentiable, pack
 from .once import constant
 
 _DERIVATIVE = (
     "the meta-gradient of an inner loop with recompute has no derivative itself: set recompute=None to take one of it"
+)
+
+SAME = 1e-4
+"""Part of their size that parameters may be off by when steps are taken again: to the last bit where a machine does the
+same twice, and far from it where a model does not."""
+
+_OTHERWISE = (
+    "expected inner steps to give the same when recompute takes them again, got other parameters: the model's forward "
+    "or the loss draws numbers that torch does not know of (numpy, random), or depends on what it changes; leave "
+    "recompute out"
 )
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -76,24 +88,29 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: Run, again: Run, surroundings: _Surroundings, *values: Tensor) -> Any:
         ctx.again, ctx.surroundings = again, surroundings
-        ctx.save_for_backward(*values)
+        ctx.inputs = len(values)
         ctx.set_materialize_grads(False)
         with torch.enable_grad():  # gradients with a graph may differ in the last bit from those without
             found = first(_leaves(values))
         bare = [v.detach() for v in found]
+        ctx.save_for_backward(*values, *bare)  # the next segment starts from these, and keeps them as well
         ctx.mark_non_differentiable(*[b for v, b in zip(found, bare, strict=True) if not v.requires_grad])
         return tuple(bare)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        leaves = _leaves(ctx.saved_tensors)
+        values, wanted = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        leaves = _leaves(values)
         with torch.enable_grad(), ctx.surroundings.again():
             found = ctx.again(leaves)
+        off, size = apart(*([v.detach() for v in vs] for vs in (found, wanted)))
+        if off > SAME * size and math.isfinite(size):
+            raise RuntimeError(_OTHERWISE)
         reached = [(v, c) for v, c in zip(found, cotangents, strict=True) if c is not None and v.requires_grad]
         ends, weights = [v for v, _ in reached], [c.detach() for _, c in reached]
         grads = iter(torch.autograd.grad(ends, [v for v in leaves if v.requires_grad], weights, allow_unused=True))
         pulled = [next(grads) if v.requires_grad else None for v in leaves]
-        return None, None, None, *constant(pulled, (*ctx.saved_tensors, *cotangents), _DERIVATIVE)
+        return None, None, None, *constant(pulled, (*values, *cotangents), _DERIVATIVE)
 
 
 def _leaves(values: Iterable[Tensor]) -> list[Tensor]:
