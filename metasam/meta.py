@@ -121,8 +121,9 @@ class SharpMAML:
             half of ``sqrt(inner_steps)``, so that memory grows with the root of the steps. Costs one more inner loop,
             which `counts` and `gradient_evaluations` leave out. Meta-gradients stay the same to the last bit (to
             rounding where "higher" has several tasks in one graph: `meta_loss`, ``chunk_size``), dropout masks and
-            running statistics too, but have no derivative themselves. Leave the model as it is until backward is done.
-            Without a graph to keep (``first_order``, `evaluate`, `adapt`) nothing changes. None: keep the graph.
+            running statistics too, but have no derivative themselves. Leave the model as it is until backward is done;
+            one that draws from elsewhere than torch, or counts its calls, raises RuntimeError there. Without a graph to
+            keep (``first_order``, `evaluate`, `adapt`) nothing changes. None: keep the graph.
         split: each rank of ``torch.distributed`` adapts to its share of every meta-batch, with one all-reduce a pass,
             and one of a few numbers a step. Meta-gradient, loss, accuracy and counts are those of one process to
             rounding, and weights stay equal to the last bit. All ranks call `step` and `evaluate`, with the same tasks,

@@ -398,12 +398,16 @@ class Draws(nn.Module):
         return self.linear(x) * (self.calls if self.how == "counts" else 1 + self.random.random())
 
 
+@pytest.mark.parametrize("constant", [1.0, 1e9])  # a large frozen parameter hides nothing
 @pytest.mark.parametrize("how", ["counts", "draws"])
-def test_steps_that_are_not_the_same_when_taken_again_are_refused(how):
+def test_steps_that_are_not_the_same_when_taken_again_are_refused(how, constant):
     torch.manual_seed(0)
     x, y = torch.randn(2, 5, 1).double(), torch.randn(2, 5, 1).double()
+    frozen = nn.Parameter(torch.full((), constant).double(), requires_grad=False)
+    model = Draws(how).double()
+    model.register_parameter("frozen", frozen)
     maml = SharpMAML(
-        *(Draws(how).double(), nn.functional.mse_loss),
+        *(model, nn.functional.mse_loss),
         inner_lr=0.01, inner_steps=4, engine="higher", variant="none", recompute=2, workers=1,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="the same when recompute takes them again"):

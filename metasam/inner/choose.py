@@ -129,7 +129,7 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     every = max(1, one.query[0].shape[1] // one.support[0].shape[1])  # about as many as in the support set
     few = Task(one.support, (one.query[0][:, ::every], one.query[1][:, ::every]))
 
-    def found(kernels: bool, cast: Callable[[Tensor], Tensor], part: Task) -> tuple[Losses, Gradients, bool]:
+    def found(kernels: bool, cast: Callable[[Tensor], Tensor], part: Task) -> tuple[Found, bool]:
         """Query loss after one inner step, loss and meta-gradient of a part, and whether random numbers were drawn."""
         short = dataclasses.replace(
             loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
@@ -142,39 +142,32 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
             loss = higher.run(short, leaves, part.map(cast)).loss.sum()
             wanted = [p for p in leaves.values() if p.requires_grad] if loss.requires_grad else []
             grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
-            return [whole, loss.detach()], [*grads], before != _generators()
+            return {"loss": [whole, loss.detach()], "meta-gradient": [*grads]}, before != _generators()
 
-    def in_double(part: Task) -> tuple[Losses, Gradients, bool]:
-        results = found(False, _double, part)
-        if not all(math.isfinite(size) for size in _sizes(*results[:2])):  # tells nothing
-            raise ArithmeticError
-        return results
-
-    cast: Callable[[Tensor], Tensor] = _double
-    part, same = few, SAME_IN_DOUBLE
-    try:
-        losses, grads, drawn = in_double(part)
-    except Exception:
-        part = one  # a loss may need a whole query set
+    # in double precision rounding turns no ReLU; but a loss may need all of a query set, a module its own precision
+    rungs: list[tuple[Callable[[Tensor], Tensor], Task, float]]
+    rungs = [(_double, few, SAME_IN_DOUBLE), (_double, one, SAME_IN_DOUBLE), (Tensor.detach, one, SAME)]
+    for rung in rungs:
+        cast, part, same = rung
         try:
-            losses, grads, drawn = in_double(part)
-        except Exception:  # a module may have numbers of one precision
-            same, cast = SAME, Tensor.detach
-            losses, grads, drawn = found(False, cast, part)  # what fails now is the caller's error
+            plain, drawn = found(False, cast, part)
+        except Exception:
+            if rung is rungs[-1]:
+                raise  # the caller's error
+            continue
+        if all(math.isfinite(apart(v, v)[1]) for v in plain.values()):
+            break
+    else:
+        return False, "on torch's kernels, as a loss or meta-gradient that is not finite tells nothing of others"
+    if drawn:  # in the order of the memory: other numbers for other places
+        return False, "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last"
     try:
-        own_losses, own_grads, _ = found(True, cast, part)
+        fast, _ = found(True, cast, part)
     except Exception as error:  # whatever a user's module raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
-    if drawn:  # in the order of the memory: other numbers for other places
-        return False, "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last"
-    if not all(math.isfinite(size) for size in _sizes(losses, grads)):
-        return False, "on torch's kernels, as a loss or meta-gradient that is not finite tells nothing of others"
-    for what, own, torchs, least in (
-        ("loss", own_losses, losses, same / 100),
-        ("meta-gradient", own_grads, grads, same),
-    ):
-        off, size = apart(own, torchs)  # apart from each other, as a large loss would hide the gradient
+    for what, least in (("loss", same / 100), ("meta-gradient", same)):  # each by itself: a large loss hides the other
+        off, size = apart(fast[what], plain[what])
         if not off <= least * size:
             return False, (
                 "on torch's kernels, as the model gives something else for images whose channels lie last (the "
@@ -183,12 +176,7 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     return True, None
 
 
-Losses = list[Tensor | None]
-Gradients = list[Tensor | None]
-
-
-def _sizes(*groups: list[Tensor | None]) -> list[float]:
-    return [apart(group, group)[1] for group in groups]
+Found = dict[str, list[Tensor | None]]
 
 
 SAME, SAME_IN_DOUBLE = 0.1, 1e-6

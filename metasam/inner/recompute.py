@@ -103,14 +103,21 @@ class _Segment(torch.autograd.Function):
         leaves = _leaves(values)
         with torch.enable_grad(), ctx.surroundings.again():
             found = ctx.again(leaves)
-        off, size = apart(*([v.detach() for v in vs] for vs in (found, wanted)))
-        if off > SAME * size and math.isfinite(size):
-            raise RuntimeError(_OTHERWISE)
+        _check_same(found, wanted, leaves)
         reached = [(v, c) for v, c in zip(found, cotangents, strict=True) if c is not None and v.requires_grad]
         ends, weights = [v for v, _ in reached], [c.detach() for _, c in reached]
         grads = iter(torch.autograd.grad(ends, [v for v in leaves if v.requires_grad], weights, allow_unused=True))
         pulled = [next(grads) if v.requires_grad else None for v in leaves]
         return None, None, None, *constant(pulled, (*values, *cotangents), _DERIVATIVE)
+
+
+def _check_same(found: Sequence[Tensor], wanted: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Raise RuntimeError unless steps led where they did at first; large constants, handed on, would hide if not."""
+    handed_on = {id(v) for v in leaves}
+    moved = [(v.detach(), w.detach()) for v, w in zip(found, wanted, strict=True) if id(v) not in handed_on]
+    off, size = apart([v for v, _ in moved], [w for _, w in moved])
+    if math.isfinite(size) and not off <= SAME * size:
+        raise RuntimeError(_OTHERWISE)
 
 
 def _leaves(values: Iterable[Tensor]) -> list[Tensor]:
