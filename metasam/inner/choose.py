@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import random
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
 from . import higher, threads, vmap
-from .agree import apart
 from .held import changed, held
 from .kernels import concern
 from .loop import InnerLoop
+from .trial import Way, compare, rewound
 
 
 def choose(wanted: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[str, str]:
@@ -38,17 +32,17 @@ def choose(wanted: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[s
     """
     if wanted == "higher":
         return "higher", "as asked"
-    against = _known(loop) or _trial(loop, params, batch.map(lambda t: t[:1]))
-    if wanted != "auto":
-        if against:
-            raise ValueError(f"engine={wanted!r} cannot take this model: {against}")
-        return wanted, "as asked"
+    against = _known(loop)
+    if wanted == "auto" and not against and batch.support[0].device.type == "cpu":
+        work = _work(loop, params, batch)
+        if work > WIDE:
+            against = f"{work / 1e6:.0f} million operations a support set are too long to gain from vmap on a CPU"
+    against = against or _trial(loop, params, batch.map(lambda t: t[:1])) or _other(loop, params, batch)
+    if wanted == "auto":
+        return ("higher", against) if against else ("vmap", "the model allows it")
     if against:
-        return "higher", against
-    work = 0 if batch.support[0].device.type != "cpu" else _work(loop, params, batch)
-    if work > WIDE:
-        return "higher", f"{work / 1e6:.0f} million operations a support set are too long to gain from vmap on a CPU"
-    return "vmap", "the model allows it"
+        raise ValueError(f"engine={wanted!r} cannot take this model: {against}")
+    return wanted, "as asked"
 
 
 WIDE = 20_000_000
@@ -60,7 +54,7 @@ vmap saves dispatching, but turns the convolutions of tasks into grouped ones, w
 
 def _work(loop: InnerLoop, params: Params, batch: Task) -> int:
     """Floating point operations of the convolutions and matrix products in one forward over one support set."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), rewound(batch.support[0].device), FlopCounterMode(display=False) as counter:
         loop.forward(params, batch.support[0][0], step=0, clean=False)
     return counter.get_total_flops()
 
@@ -110,7 +104,7 @@ def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
 
     hooks = [m.register_forward_hook(note) for m in loop.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), rewound(batch.support[0].device):
             loop.forward(params, batch.query[0][0], step=loop.steps, clean=False)
     finally:
         for hook in hooks:
@@ -126,79 +120,16 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     if engine != "higher" or batch.support[0].device.type != "cpu" or not concern(loop.model):
         return False, None
     one = batch.map(lambda t: t[:1])
-    every = max(1, one.query[0].shape[1] // one.support[0].shape[1])  # about as many as in the support set
-    few = Task(one.support, (one.query[0][:, ::every], one.query[1][:, ::every]))
-
-    def found(kernels: bool, cast: Callable[[Tensor], Tensor], part: Task) -> tuple[Found, bool]:
-        """Query loss after one inner step, loss and meta-gradient of a part, and whether random numbers were drawn."""
-        short = dataclasses.replace(
-            loop, steps=1, kernels=kernels, repeats=True, keep_eps=False, recompute=None, counts=defaultdict(float)
-        )
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _all_kept(loop.model):
-            before = _generators()
-            leaves = {k: cast(p.detach()).requires_grad_(p.requires_grad) for k, p in params.items()}
-            with torch.no_grad():  # query sets may be large, and their graph in double precision more than training has
-                whole = higher.run(short, leaves, one.map(cast)).loss
-            loss = higher.run(short, leaves, part.map(cast)).loss.sum()
-            wanted = [p for p in leaves.values() if p.requires_grad] if loss.requires_grad else []
-            grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else []
-            return {"loss": [whole, loss.detach()], "meta-gradient": [*grads]}, before != _generators()
-
-    # in double precision rounding turns no ReLU; but a loss may need all of a query set, a module its own precision
-    rungs: list[tuple[Callable[[Tensor], Tensor], Task, float]]
-    rungs = [(_double, few, SAME_IN_DOUBLE), (_double, one, SAME_IN_DOUBLE), (Tensor.detach, one, SAME)]
-    for rung in rungs:
-        cast, part, same = rung
-        try:
-            plain, drawn = found(False, cast, part)
-        except Exception:
-            if rung is rungs[-1]:
-                raise  # the caller's error
-            continue
-        if all(math.isfinite(apart(v, v)[1]) for v in plain.values()):
-            break
-    else:
-        return False, "on torch's kernels, as a loss or meta-gradient that is not finite tells nothing of others"
-    if drawn:  # in the order of the memory: other numbers for other places
-        return False, "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last"
-    try:
-        fast, _ = found(True, cast, part)
-    except Exception as error:  # whatever a user's module raises
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return False, f"on torch's kernels, as the model does not take images whose channels lie last ({reason[0]})"
-    for what, least in (("loss", same / 100), ("meta-gradient", same)):  # each by itself: a large loss hides the other
-        off, size = apart(fast[what], plain[what])
-        if not off <= least * size:
-            return False, (
-                "on torch's kernels, as the model gives something else for images whose channels lie last (the "
-                f"{what} is off by {off:.1e}, of a size of {size:.1e})"
-            )
-    return True, None
-
-
-Found = dict[str, list[Tensor | None]]
-
-
-SAME, SAME_IN_DOUBLE = 0.1, 1e-6
-"""Part of its size that a meta-gradient may be off by, a loss a hundredth of that. In float32 the order of sums makes a
-thousandth of it, and some hundredths where it turns a ReLU or a pool; in double precision nothing of the kind."""
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
-
-
-@contextlib.contextmanager
-def _all_kept(model: nn.Module) -> Iterator[None]:
-    """Within: dropout keeps everything."""
-    dropping = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
-    for module in dropping:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in dropping:
-            module.training = True
+    verdict = compare(loop, params, one, Way(higher.run), Way(higher.run, kernels=True))
+    return verdict.kind == "same", {
+        "same": None,
+        "not finite": "on torch's kernels, as a loss or meta-gradient that is not finite tells nothing of others",
+        "draws": "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last",
+        "raises": f"on torch's kernels, as the model does not take images whose channels lie last ({verdict.detail})",
+        "differs": f"on torch's kernels, as the model gives something else for images whose channels lie last "
+        f"({verdict.detail})",
+        "not again": f"on torch's kernels, as the model gives something else each time ({verdict.detail})",
+    }[verdict.kind]
 
 
 def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
@@ -208,11 +139,13 @@ def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
         return "batchnorm='per_step' collects statistics task after task; use workers=1, or batchnorm='batch'"
     short = dataclasses.replace(loop, steps=1, training=False, counts=defaultdict(float))
     one = batch.map(lambda t: t[:1])
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), rewound(batch.support[0].device):
         higher.run(short, params, one)  # what is made at the first call is made
-        before, drawn = held(loop.model), _generators()
-        higher.run(short, params, one)
-        if drawn != _generators():
+        before = held(loop.model)
+        with rewound(batch.support[0].device) as moved:
+            higher.run(short, params, one)
+            drawn = moved()
+        if drawn:
             return "the model or the loss draws random numbers, whose order threads would change; use workers=1"
         names = changed(before, held(loop.model))
     if names:
@@ -224,12 +157,6 @@ def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     except Exception as error:  # whatever a user's module raises when it is copied
         return f"the model cannot be copied ({type(error).__name__}: {error}); use workers=1"
     return None
-
-
-def _generators() -> list[object]:
-    """Where the generators are that a model may draw from."""
-    numpy = sys.modules.get("numpy")
-    return [torch.get_rng_state().tolist(), random.getstate(), repr(numpy.random.get_state()) if numpy else None]
 
 
 def _known(loop: InnerLoop) -> str | None:
@@ -267,7 +194,7 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     hooks = [m.register_forward_pre_hook(lambda *_, n=n: entered.append(n)) for n, m in modules.items()]
     hooks += [m.register_forward_hook(leave) for m in modules.values()]
     failure: Exception | None = None
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), rewound(batch.support[0].device):
         try:
             vmap.run(short, params, batch)
         except Exception as error:  # whatever a user's forward raises under vmap
@@ -284,12 +211,30 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     return f"{where} does not run under torch.vmap ({reason}); use engine='higher', or change that module"
 
 
+def _other(loop: InnerLoop, params: Params, batch: Task) -> str | None:
+    """What two tasks at once give else than one after the other; None: nothing, or nothing that could be compared."""
+    verdict = compare(loop, params, batch.map(lambda t: t[[0, -1]]), Way(higher.run), Way(vmap.run))
+    if verdict.kind == "draws":
+        others = " and ".join(whose for whose in verdict.detail.split(", ") if whose != "torch")
+        if not others:
+            return None
+        return f"it draws from {others}, which torch.vmap would do once for all tasks; use torch's, or engine='higher'"
+    return {
+        "same": None,
+        "not finite": None,
+        "raises": f"it cannot be differentiated under torch.vmap ({verdict.detail}); use engine='higher'",
+        "differs": f"it gives something else under torch.vmap ({verdict.detail}); use engine='higher'",
+        "not again": f"it gives something else each time ({verdict.detail}), as with numbers of a generator of its own "
+        "or a count of its calls, and torch.vmap calls it once for all tasks; use engine='higher'",
+    }[verdict.kind]
+
+
 def classes(loop: InnerLoop, params: Params, batch: Task) -> int | None:
     """The number of classes the model tells apart, seen on the first task; None: this is no classification."""
     x, y = batch.support[0][0], batch.support[1][0]
     if y.is_floating_point():
         return None
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), rewound(batch.support[0].device):
         output = loop.forward(params, x, step=0, clean=False)
     return output.shape[1] if isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[1] > 1 else None
 
