@@ -104,9 +104,9 @@ class SharpMAML:
         rho_up: radius of the outer rule.
         first_order: take inner gradients as constants (FOMAML).
         engine: "higher" (task by task; any model), "vmap" (all tasks at once; much faster on small networks), or
-            "auto": vmap if the model allows and is small enough to gain. `engine_used` and `engine_reason` tell which
-            it took. "traced" and "compiled" are vmap whose meta-gradient is written down once, in seconds, and compiled
-            to machine code, in minutes; then steps are faster (`metasam.inner.traced`).
+            "auto": vmap if the model allows, gives the same and is small enough to gain. `engine_used` and
+            `engine_reason` tell which it took. "traced" and "compiled" are vmap whose meta-gradient is written down
+            once, in seconds, and compiled to machine code, in minutes; then steps are faster (`metasam.inner.traced`).
         through: differentiate through the inner eps. None: as the rule says (yes, as the released code does).
         reuse_inner_eps: "both" only: the pass at ``w + eps`` reuses the inner displacements found at w (eq. 14 of the
             paper) instead of recomputing them as the released code does. Cheaper, and another algorithm.

@@ -6,6 +6,7 @@ the same steps along the same sums.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import pickle
@@ -183,6 +184,12 @@ def launched() -> bool:
     return all(k in os.environ for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and int(os.environ["WORLD_SIZE"]) > 1
 
 
+START = datetime.timedelta(minutes=5)
+"""How long to wait for the other processes: torchrun starts all at once, so that imports are all there is to wait for.
+
+An operation waits longer, for what takes time on another rank.
+"""
+
 _store: Any = None  # of a group that `joined` made
 
 
@@ -195,6 +202,7 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
 
     Raises:
         ValueError: there are fewer GPUs than processes, or the device is none that they could talk from.
+        ConnectionError: another process is gone before it joined.
     """
     global _store
     if not launched():
@@ -212,8 +220,16 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
             )
         torch.cuda.set_device(number)
         backend = "cpu:gloo,cuda:nccl"
-    _store, rank, size = next(iter(distributed.rendezvous("env://")))
-    distributed.init_process_group(backend, store=_store, rank=rank, world_size=size)
+    try:
+        _store, rank, size = next(iter(distributed.rendezvous("env://", timeout=START)))
+        distributed.init_process_group(backend, store=_store, rank=rank, world_size=size)
+        _store.set_timeout(distributed.constants.default_pg_timeout)
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConnectionError(
+            f"expected {os.environ['WORLD_SIZE']} processes to meet at {where} within {START.seconds} s, and at least "
+            f"one is gone or out of reach: see what it said, and start all again ({str(error).splitlines()[0]})"
+        ) from error
     try:
         yield Ranks(rank, size)
     finally:

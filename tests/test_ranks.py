@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from metasam import SharpMAML, Task, checkpoint
-from metasam.ranks import Ranks
+from metasam.ranks import Ranks, joined
 from metasam.rules import ESAM, RWP, Sharp, SparseSAM, VaSSO
 from metasam.training import assemble, metrics
 
@@ -579,3 +580,17 @@ def test_commands_of_one_process_say_so(monkeypatch, capsys):
             main.main()
         assert stop.value.code == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_whose_others_never_came_says_so(rank, monkeypatch):
+    monkeypatch.setattr("metasam.ranks.START", datetime.timedelta(seconds=1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    set_to = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, str(value))
+    said = f"expected 2 processes to meet at 127.0.0.1:{port} within 1 s"
+    with pytest.raises(ConnectionError, match=said), joined("cpu"):
+        pass
