@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import weakref
@@ -412,3 +413,37 @@ def test_steps_that_are_not_the_same_when_taken_again_are_refused(how, constant)
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="the same when recompute takes them again"):
         maml.step(Task((x, y), (x, y)), torch.optim.SGD(maml.model.parameters(), 0.1))
+
+
+class Rounds(nn.Module):
+    """As a machine that sums in another order, or a model that gives something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.off, self.linear = 0.0, nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.linear(x) * (1 + self.off)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "roundings", "refused"),
+    [
+        (torch.float32, 1, False),
+        (torch.bfloat16, 1, False),
+        (torch.float32, 1e5, True),
+        (torch.bfloat16, 64, True),
+    ],
+)
+def test_steps_may_round_otherwise_when_taken_again(dtype, roundings, refused):
+    torch.manual_seed(0)
+    x, y = torch.randn(1, 5, 1, dtype=dtype), torch.randn(1, 5, 1, dtype=dtype) + 100
+    model = Rounds().to(dtype)
+    maml = SharpMAML(
+        *(model, nn.functional.mse_loss),
+        inner_lr=0.1, inner_steps=4, engine="higher", variant="none", recompute=2, workers=1,
+    )  # fmt: skip
+    loss = maml.meta_loss(Task((x, y), (x, y)))
+    model.off = roundings * torch.finfo(dtype).eps
+    with pytest.raises(RuntimeError, match="the same when") if refused else contextlib.nullcontext():
+        loss.backward()

@@ -28,9 +28,10 @@ _DERIVATIVE = (
     "the meta-gradient of an inner loop with recompute has no derivative itself: set recompute=None to take one of it"
 )
 
-SAME = 1e-4
-"""Part of their size that parameters may be off by when steps are taken again: to the last bit where a machine does the
-same twice, and far from it where a model does not."""
+SAME, ROUNDINGS = 1e-4, 4
+"""Part of their size that parameters may be off by when steps are taken again, and in how many units of their rounding
+if that is more: nothing where a machine does the same twice (a GPU may sum in another order), and far from it where a
+model does not."""
 
 _OTHERWISE = (
     "expected inner steps to give the same when recompute takes them again, got other parameters: the model's forward "
@@ -116,7 +117,8 @@ def _check_same(found: Sequence[Tensor], wanted: Sequence[Tensor], leaves: Seque
     handed_on = {id(v) for v in leaves}
     moved = [(v.detach(), w.detach()) for v, w in zip(found, wanted, strict=True) if id(v) not in handed_on]
     off, size = apart([v for v, _ in moved], [w for _, w in moved])
-    if math.isfinite(size) and not off <= SAME * size:
+    rounding = max((torch.finfo(w.dtype).eps for _, w in moved if w.is_floating_point()), default=0.0)
+    if math.isfinite(size) and not off <= max(SAME, ROUNDINGS * rounding) * size:
         raise RuntimeError(_OTHERWISE)
 
 
