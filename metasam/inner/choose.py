@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from ..types import Params, Task
 from . import higher, threads, vmap
 from .held import changed, held
 from .kernels import concern
-from .loop import InnerLoop
+from .loop import SGD, InnerLoop
 from .trial import Way, compare, rewound
 
 
@@ -213,7 +214,8 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
 
 def _other(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     """What two tasks at once give else than one after the other; None: nothing, or nothing that could be compared."""
-    verdict = compare(loop, params, batch.map(lambda t: t[[0, -1]]), Way(higher.run), Way(vmap.run))
+    one_by_one = partial(higher.run, descent=SGD)  # vmap can do without the package
+    verdict = compare(loop, params, batch.map(lambda t: t[[0, -1]]), Way(one_by_one), Way(vmap.run))
     if verdict.kind == "draws":
         others = " and ".join(whose for whose in verdict.detail.split(", ") if whose != "torch")
         if not others:

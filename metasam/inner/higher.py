@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import noise, tree
+from .. import noise, tree, types
 from ..types import Params, Task
 from .kernels import arranged
 from .loop import Adapted, Here, InnerLoop, Noise, gradient
@@ -64,8 +64,9 @@ def run(
     tasks: Task,
     given: Sequence[Params] = (),
     numbers: Sequence[int] | None = None,
+    descent: Callable[[float], types.Descent] = Descent,
 ) -> Adapted:
-    """See `metasam.inner.loop.Engine`."""
+    """See `metasam.inner.loop.Engine`; ``descent``: the inner optimizer, by its learning rate."""
     results, params = [], arranged(params) if loop.kernels else params
     count = len(tasks.support[1])
     for i, (number, task) in enumerate(zip(numbers or range(count), tasks.unbind(), strict=True)):
@@ -77,7 +78,7 @@ def run(
         def advance(
             loop: InnerLoop, here: Here, steps: range, draw: Noise = draw, own: Sequence[Params] = own
         ) -> tuple[Here, list[Params]]:
-            descend = Descent(loop.lr)
+            descend = descent(loop.lr)
             return loop.advance(here, steps, gradient, draw, descend, own[steps.start : steps.stop])
 
         results.append(loop.run(params, task, sparing(advance), loop.judge))
