@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import noise, tree
 from ..types import Params, Task
+from .batched import linears_of, vmap
 from .loop import SGD, Adapted, Constants, Here, InnerLoop, gradient
 from .recompute import sparing
 
 
-def _of_each(loss: Callable[[Params, Constants], Any]) -> Callable[[Params, Constants], Any]:
+def _of_each(
+    linears: Sequence[nn.Linear], loss: Callable[[Params, Constants], Any]
+) -> Callable[[Params, Constants], Any]:
     """Losses of all tasks, ``[T]``; parameters that do not adapt are the same for all."""
 
     def losses(fast: Params, constants: Constants) -> Any:
@@ -28,8 +30,7 @@ def _of_each(loss: Callable[[Params, Constants], Any]) -> Callable[[Params, Cons
         def one(x: Tensor, y: Tensor, *values: Tensor) -> Any:
             return loss(dict(zip(fast, values, strict=True)), (fixed, x, y))
 
-        # each task draws its own dropout masks
-        return torch.vmap(one, randomness="different")(x, y, *fast.values())
+        return vmap(one, linears)(x, y, *fast.values())  # each task draws its own dropout masks
 
     return losses
 
@@ -43,6 +44,7 @@ def run(
 ) -> Adapted:
     """See `metasam.inner.loop.Engine`."""
     count = len(tasks.support[1])
+    of_each = partial(_of_each, linears_of(loop.model))
 
     def draw(like: Params, key: tuple[int, ...]) -> Params:
         each = enumerate(numbers or range(count))
@@ -51,8 +53,6 @@ def run(
     def advance(loop: InnerLoop, here: Here, steps: range) -> tuple[Here, list[Params]]:
         own = given[steps.start : steps.stop]
         with tree.stacked():
-            return loop.advance(here, steps, gradient, draw, SGD(loop.lr), own, weight=count, lift=_of_each)
+            return loop.advance(here, steps, gradient, draw, SGD(loop.lr), own, weight=count, lift=of_each)
 
-    return Adapted(
-        *loop.run(params, tasks, sparing(advance), _of_each(partial(loop.judge, weight=count)), copies=count)
-    )
+    return Adapted(*loop.run(params, tasks, sparing(advance), of_each(partial(loop.judge, weight=count)), copies=count))
