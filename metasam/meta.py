@@ -230,6 +230,7 @@ class SharpMAML:
         self.inner_rule.init({k: p for k, p in model.named_parameters() if k in self.loop.adapted})
         self.engine_used: str | None = None
         self.engine_reason: str | None = None
+        self._settled_in_training = False
         self._kernels = True  # until a model is found not to take them
         self._tried: set[tuple[object, ...]] = set()
         self.workers_used = 1
@@ -624,7 +625,9 @@ class SharpMAML:
 
     @contextmanager
     def _ready(self, loop: inner.InnerLoop, batch: Task, *others: Task) -> Iterator[int]:
-        """Within: norms follow the policy, judging is in eval mode, and the engine is settled (on the first batch).
+        """Within: norms follow the policy, judging is in eval mode, and the engine is settled: on the first batch.
+
+        And on the first that is trained on: without second derivatives, and in eval mode, less is seen.
 
         Yields:
             How many threads may share the tasks.
@@ -639,10 +642,15 @@ class SharpMAML:
             inner.differentiable(self.model),
         ):
             loop = dataclasses.replace(loop)  # it remembers where the model has its tensors, which may yet change
-            if self.engine_used is None:
+            if self.engine_used is None or (loop.training and not self._settled_in_training):
                 self._classes = inner.classes(loop, self._params(), batch)
                 self._check_labels(batch)
-                self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
+                used, reason = inner.choose(self.engine, loop, self._params(), batch)
+                if used != self.engine_used:
+                    self._kernels = True
+                    self._tried.clear()
+                self.engine_used, self.engine_reason = used, reason
+                self._settled_in_training = loop.training
             for one in (batch, *others):
                 self._try_kernels(loop, one)
             yield self._share(loop, batch)

@@ -20,6 +20,8 @@ def apart(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> tu
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "mps":  # has no double precision
+        tensor = tensor.cpu()
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 

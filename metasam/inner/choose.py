@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import sys
 from collections import defaultdict
 from functools import partial
 
@@ -16,7 +18,7 @@ from . import higher, threads, vmap
 from .held import changed, held
 from .kernels import concern
 from .loop import SGD, InnerLoop
-from .trial import Way, compare, rewound
+from .trial import Way, compare, forked
 
 
 def choose(wanted: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[str, str]:
@@ -55,7 +57,7 @@ vmap saves dispatching, but turns the convolutions of tasks into grouped ones, w
 
 def _work(loop: InnerLoop, params: Params, batch: Task) -> int:
     """Floating point operations of the convolutions and matrix products in one forward over one support set."""
-    with torch.no_grad(), rewound(batch.support[0].device), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), forked(batch.support[0].device), FlopCounterMode(display=False) as counter:
         loop.forward(params, batch.support[0][0], step=0, clean=False)
     return counter.get_total_flops()
 
@@ -105,7 +107,7 @@ def _largest(loop: InnerLoop, params: Params, batch: Task) -> int:
 
     hooks = [m.register_forward_hook(note) for m in loop.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     try:
-        with torch.no_grad(), rewound(batch.support[0].device):
+        with torch.no_grad(), forked(batch.support[0].device):
             loop.forward(params, batch.query[0][0], step=loop.steps, clean=False)
     finally:
         for hook in hooks:
@@ -124,8 +126,8 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
     verdict = compare(loop, params, one, Way(higher.run), Way(higher.run, kernels=True))
     return verdict.kind == "same", {
         "same": None,
-        "not finite": "on torch's kernels, as a loss or meta-gradient that is not finite tells nothing of others",
-        "draws": "on torch's kernels, as what a model draws hides whether it takes images whose channels lie last",
+        "unknown": f"on torch's kernels, as {verdict.detail} hides whether the model takes images whose channels lie "
+        "last",
         "raises": f"on torch's kernels, as the model does not take images whose channels lie last ({verdict.detail})",
         "differs": f"on torch's kernels, as the model gives something else for images whose channels lie last "
         f"({verdict.detail})",
@@ -140,13 +142,11 @@ def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
         return "batchnorm='per_step' collects statistics task after task; use workers=1, or batchnorm='batch'"
     short = dataclasses.replace(loop, steps=1, training=False, counts=defaultdict(float))
     one = batch.map(lambda t: t[:1])
-    with torch.no_grad(), rewound(batch.support[0].device):
+    with torch.no_grad(), forked(batch.support[0].device):
         higher.run(short, params, one)  # what is made at the first call is made
-        before = held(loop.model)
-        with rewound(batch.support[0].device) as moved:
-            higher.run(short, params, one)
-            drawn = moved()
-        if drawn:
+        before, drawn = held(loop.model), _generators()
+        higher.run(short, params, one)
+        if drawn != _generators():
             return "the model or the loss draws random numbers, whose order threads would change; use workers=1"
         names = changed(before, held(loop.model))
     if names:
@@ -158,6 +158,12 @@ def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     except Exception as error:  # whatever a user's module raises when it is copied
         return f"the model cannot be copied ({type(error).__name__}: {error}); use workers=1"
     return None
+
+
+def _generators() -> list[object]:
+    """Where the generators are that a model may draw from."""
+    numpy = sys.modules.get("numpy")
+    return [torch.get_rng_state().tolist(), random.getstate(), repr(numpy.random.get_state()) if numpy else None]
 
 
 def _known(loop: InnerLoop) -> str | None:
@@ -195,7 +201,7 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     hooks = [m.register_forward_pre_hook(lambda *_, n=n: entered.append(n)) for n, m in modules.items()]
     hooks += [m.register_forward_hook(leave) for m in modules.values()]
     failure: Exception | None = None
-    with torch.no_grad(), rewound(batch.support[0].device):
+    with torch.no_grad(), forked(batch.support[0].device):
         try:
             vmap.run(short, params, batch)
         except Exception as error:  # whatever a user's forward raises under vmap
@@ -216,17 +222,12 @@ def _other(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     """What two tasks at once give else than one after the other; None: nothing, or nothing that could be compared."""
     one_by_one = partial(higher.run, descent=SGD)  # vmap can do without the package
     verdict = compare(loop, params, batch.map(lambda t: t[[0, -1]]), Way(one_by_one), Way(vmap.run))
-    if verdict.kind == "draws":
-        others = " and ".join(whose for whose in verdict.detail.split(", ") if whose != "torch")
-        if not others:
-            return None
-        return f"it draws from {others}, which torch.vmap would do once for all tasks; use torch's, or engine='higher'"
     return {
         "same": None,
-        "not finite": None,
+        "unknown": None,
         "raises": f"it cannot be differentiated under torch.vmap ({verdict.detail}); use engine='higher'",
         "differs": f"it gives something else under torch.vmap ({verdict.detail}); use engine='higher'",
-        "not again": f"it gives something else each time ({verdict.detail}), as with numbers of a generator of its own "
+        "not again": f"it gives something else each time ({verdict.detail}), as with numbers that numpy draws, "
         "or a count of its calls, and torch.vmap calls it once for all tasks; use engine='higher'",
     }[verdict.kind]
 
@@ -236,7 +237,7 @@ def classes(loop: InnerLoop, params: Params, batch: Task) -> int | None:
     x, y = batch.support[0][0], batch.support[1][0]
     if y.is_floating_point():
         return None
-    with torch.no_grad(), rewound(batch.support[0].device):
+    with torch.no_grad(), forked(batch.support[0].device):
         output = loop.forward(params, x, step=0, clean=False)
     return output.shape[1] if isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[1] > 1 else None
 

@@ -6,17 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import math
-import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from .. import functional
 from ..types import Params, Task
 from .agree import apart
 from .loop import Engine, InnerLoop
@@ -32,16 +29,23 @@ class Way(NamedTuple):
 class Verdict(NamedTuple):
     """How another way compares with the plain one."""
 
-    kind: Literal["same", "differs", "raises", "draws", "not finite", "not again"]
-    """"draws": there is nothing to compare, as both draw random numbers, which lie in other places or come in another
-    order. "not finite": the plain way gives nothing to compare with. "not again": it does not give the same twice."""
+    kind: Literal["same", "differs", "raises", "unknown", "not again"]
+    """"unknown": there is nothing to compare. "not again": the plain way does not give the same twice."""
     detail: str = ""
-    """What differs, what was raised, or whose random numbers were drawn."""
+    """What differs, what was raised, or why nothing is known."""
 
 
-DOUBLE, SINGLE = {"loss": 1e-6, "meta-gradient": 1e-4}, {"loss": 1e-3, "meta-gradient": 0.1}
-"""Part of its size that each may be off by. In float32 the order of sums makes a thousandth of a meta-gradient, and
-some hundredths where it turns a ReLU or a pool; in double precision nothing of the kind."""
+class Tolerance(NamedTuple):
+    """How far apart is the same: a part of its size, of a loss and of a meta-gradient, and what is nothing at all."""
+
+    loss: float
+    gradient: float
+    floor: float
+
+
+DOUBLE, SINGLE = Tolerance(1e-6, 1e-4, 1e-12), Tolerance(1e-3, 0.1, 1e-7)
+"""In float32 the order of sums makes a thousandth of a meta-gradient, and some hundredths where it turns a ReLU or a
+pool; in double precision nothing of the kind."""
 
 Cast = Callable[[Tensor], Tensor]
 Found = dict[str, list[Tensor | None]]
@@ -51,33 +55,41 @@ def compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way
     """Loss and meta-gradient of one inner step on all of ``batch``, in both ways; what fails plainly is raised.
 
     In double precision where model and loss take it, and with the graph of about as many query examples as there are
-    in a support set: a whole one in double precision would need more memory than training does.
+    in a support set: a whole one in double precision would need more memory than training does. Copies of the model and
+    of a loss that is a module are called, where they can be copied: what forward keeps, it keeps there.
     """
     every = max(1, batch.query[0].shape[1] // batch.support[0].shape[1])
     few = Task(batch.support, (batch.query[0][:, ::every], batch.query[1][:, ::every]))
+    device = batch.support[0].device
     # a loss may need all of a query set, a module its own precision
     rungs: list[tuple[Cast, Task]] = [(_double, few), (_double, batch), (Tensor.detach, batch)]
     for cast, part in rungs:
 
-        def found(way: Way, cast: Cast = cast, part: Task = part) -> tuple[Found, list[str]]:
-            with rewound(batch.support[0].device) as moved:
+        def found(way: Way, cast: Cast = cast, part: Task = part) -> tuple[Found, bool]:
+            with forked(device) as moved, _precision_of(device, cast):
                 return _found(way, loop, params, batch, part, cast), moved()
 
         try:
             wanted, drawn = found(plain)
-        except Exception:
+        except Exception as error:
+            if _is_of_memory(error):
+                return Verdict("unknown", "memory that does not suffice")
             if cast is Tensor.detach:
                 raise  # the caller's error
             continue
         if all(math.isfinite(apart(v, v)[1]) for v in wanted.values()):
             break
     else:
-        return Verdict("not finite")
-    if drawn:
-        return Verdict("draws", ", ".join(drawn))
+        return Verdict("unknown", "a loss or meta-gradient that is not finite")
+    if drawn:  # in the order of the memory, or of the tasks: other numbers for other places
+        return Verdict("unknown", "what a model draws at random")
+    if cast is Tensor.detach and _is_coarse(device, [*params.values(), *batch.support, *batch.query]):
+        return Verdict("unknown", "half precision")
     try:
         got, _ = found(other)
     except Exception as error:  # whatever a user's module raises
+        if _is_of_memory(error):
+            return Verdict("unknown", "memory that does not suffice")
         return Verdict("raises", (str(error).strip().splitlines() or [type(error).__name__])[0])
     off = _off(got, wanted)
     if off is None:
@@ -87,21 +99,15 @@ def compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way
 
 def _found(way: Way, loop: InnerLoop, params: Params, whole: Task, part: Task, cast: Cast) -> Found:
     """Query losses of ``whole`` after one inner step; losses and meta-gradient of a part of it."""
+    model, loss_fn = _copies(loop, cast)
     per_step = copy.copy(loop.per_step)
     if per_step is not None:
         per_step.buffers = {k: cast(b) for k, b in per_step.buffers.items()}
-    nothing = defaultdict[str, float](float)
     short = dataclasses.replace(
-        loop,
-        steps=1,
-        kernels=way.kernels,
-        per_step=per_step,
-        keep_eps=False,
-        recompute=None,
-        repeats=True,
-        counts=nothing,
-    )
-    with torch.enable_grad(), _all_kept(loop.model), _buffers(cast, loop.model, loop.loss_fn):
+        loop, model=model, loss_fn=loss_fn, steps=1, kernels=way.kernels, per_step=per_step, keep_eps=False,
+        recompute=None, repeats=True, counts=defaultdict(float),
+    )  # fmt: skip
+    with torch.enable_grad(), _all_kept(model):
         leaves = {k: cast(p.detach()).requires_grad_(p.requires_grad) for k, p in params.items()}
         with torch.no_grad():
             losses = way.engine(short, leaves, whole.map(cast)).loss
@@ -111,12 +117,25 @@ def _found(way: Way, loop: InnerLoop, params: Params, whole: Task, part: Task, c
     return {"loss": [losses, few.detach()], "meta-gradient": [*grads]}
 
 
+def _copies(loop: InnerLoop, cast: Cast) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Of model and loss, with other buffers; the parameters are the same, as others are lent to the model anyway."""
+    loss = loop.loss_fn if isinstance(loop.loss_fn, nn.Module) else nn.Module()
+    memo: dict[int, object] = {id(p): p for p in (*loop.model.parameters(), *loss.parameters())}
+    memo |= {id(b): cast(b.detach()).clone() for b in (*loop.model.buffers(), *loss.buffers())}
+    try:
+        model, loss = copy.deepcopy((loop.model, loss), memo)
+    except Exception:  # whatever a user's module raises when it is copied
+        return loop.model, loop.loss_fn
+    return model, loss if isinstance(loop.loss_fn, nn.Module) else loop.loss_fn
+
+
 def _off(got: Found, wanted: Found) -> str | None:
     """What is off, each by itself: a large loss would hide the other."""
     double = all(v.dtype in (torch.float64, torch.complex128) for v in wanted["loss"] if v is not None)
-    for what, least in (DOUBLE if double else SINGLE).items():
+    least = DOUBLE if double else SINGLE
+    for what, part in (("loss", least.loss), ("meta-gradient", least.gradient)):
         off, size = apart(got[what], wanted[what])
-        if not off <= least * size:
+        if not off <= part * size + least.floor:
             return f"the {what} is off by {off:.1e}, of a size of {size:.1e}"
     return None
 
@@ -125,6 +144,20 @@ def _double(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _precision_of(device: torch.device, cast: Cast) -> contextlib.AbstractContextManager[object]:
+    """Within: autocast does not make half precision of what a module casts to float32, where all is to be double."""
+    return contextlib.nullcontext() if cast is Tensor.detach else torch.autocast(device.type, enabled=False)
+
+
+def _is_coarse(device: torch.device, tensors: list[Tensor]) -> bool:
+    """Whether results are of half precision, whose rounding may turn any ReLU."""
+    return torch.is_autocast_enabled(device.type) or any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "OutOfMemory" in type(error).__name__
 
 
 @contextlib.contextmanager
@@ -141,42 +174,19 @@ def _all_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers(cast: Cast, *owners: object) -> Iterator[None]:
-    """Within: the modules among ``owners`` have their buffers in another precision."""
-    modules = [m for m in owners if isinstance(m, nn.Module)]
-    places = [p for m in modules for at in functional.places(m).values() for p in at if p.kind == "_buffers"]
-    own = [(p, getattr(p.module, p.kind)[p.key]) for p in places]
-    try:
-        for place, buffer in own:
-            getattr(place.module, place.kind)[place.key] = cast(buffer)
-        yield
-    finally:
-        for place, buffer in own:
-            getattr(place.module, place.kind)[place.key] = buffer
+def forked(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Within: torch draws at random, and afterwards its generators are where they were.
 
-
-@contextlib.contextmanager
-def rewound(device: torch.device) -> Iterator[Callable[[], list[str]]]:
-    """Within: whatever is drawn at random; afterwards the generators of all are where they were.
+    Not numpy's nor Python's own, which other threads may draw from meanwhile.
 
     Yields:
-        What tells whose generators have moved: of "torch", "numpy" and "random".
+        What tells whether they have moved.
     """
-    numpy: Any = sys.modules.get("numpy")
     accelerated = [device] if device.type == "cuda" else []
 
-    def states() -> dict[str, Any]:
-        return {
-            "torch": [torch.get_rng_state().tolist(), *(torch.cuda.get_rng_state(d).tolist() for d in accelerated)],
-            "random": random.getstate(),
-            "numpy": repr(numpy.random.get_state()) if numpy else None,
-        }
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in accelerated)]
 
-    before, numpys = states(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(accelerated):
-            yield lambda: [whose for whose, state in states().items() if state != before[whose]]
-    finally:
-        random.setstate(before["random"])
-        if numpy:
-            numpy.random.set_state(numpys)
+    before = states()
+    with torch.random.fork_rng(accelerated):
+        yield lambda: not all(torch.equal(a, b) for a, b in zip(before, states(), strict=True))
