@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -310,6 +311,7 @@ def test_other_threads_may_draw_from_numpy_meanwhile():
     def draw():
         while not stop.is_set():
             drawn.append(np.random.random())
+            time.sleep(1e-4)
 
     thread = threading.Thread(target=draw)
     thread.start()
