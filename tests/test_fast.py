@@ -16,9 +16,11 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from metasam import SharpMAML, Task, inner
+from metasam.inner import traced
 from metasam.inner.choose import WIDE
 from metasam.inner.traced import MANY, _inputs
 from metasam.meta import VARIANTS
@@ -665,6 +667,27 @@ def test_a_graph_that_disagrees_with_the_engine_is_found_out():
     factors = itertools.count(1)
     with pytest.raises(RuntimeError, match=r"other losses and gradients.*engine='vmap'"):
         trained(maml, MLP)
+
+
+def test_a_graph_is_tidied_unless_it_writes_to_tensors():
+    def function(x, y):
+        back = x.transpose(0, 1).transpose(1, 0).detach()
+        return back + torch.sin(y), y.transpose(0, 1) @ x + y.transpose(0, 1) @ x, x.transpose(0, 1)
+
+    def writes(x, y):
+        held = x.detach()
+        held.add_(1)
+        return x + y, held.detach()
+
+    x, y = torch.randn(3, 3), torch.randn(3, 3)
+    for one, many in ((function, 6), (writes, None)):
+        plain = make_fx(one)(x.clone(), y)
+        count = len(plain.graph.nodes)
+        tidy = traced._tidied(plain)
+        calls = [n for n in tidy.graph.nodes if n.op == "call_function"]
+        assert len(calls) == many if many else len(tidy.graph.nodes) == count
+        for a, b in zip(tidy(x.clone(), y), one(x.clone(), y), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_learners_with_graphs_can_be_copied_and_pickled():

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import functional
@@ -132,7 +133,7 @@ class Graphs:
                         f"expected a model and a rule that draw no random numbers while they adapt, got "
                         f"{', '.join(sorted(random))}: use engine='vmap'"
                     )
-                call = _without_autograd(_compiled(traced, inputs) if self.compiled else traced)
+                call = _without_autograd(_compiled(traced, inputs) if self.compiled else _tidied(traced))
                 found = call(*inputs)
             except (RuntimeError, NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
                 what, instead = ("compiled", "traced") if self.compiled else ("traced", "vmap")
@@ -205,6 +206,34 @@ def _inputs(params: Params, tasks: Task, weights: Tensor) -> list[Tensor]:
     # machine code is for tensors that lie as those it was made with, with no sign or conjugation still to be taken
     given = (*params.values(), *tasks.support, *tasks.query, weights)
     return [t.detach().resolve_conj().resolve_neg().contiguous() for t in given]
+
+
+def _tidied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same without what autograd writes down again and again: aliases, and transposes, there and back."""
+    if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes):
+        return graph  # then an alias is not the same as what it is of
+    before = len(graph.graph.nodes) + 1
+    while len(graph.graph.nodes) < before:
+        before = len(graph.graph.nodes)
+        for node in graph.graph.nodes:
+            if same := _same_as(node):
+                node.replace_all_uses_with(same)
+        graph.graph.eliminate_dead_code()
+        merged = CSEPass()(graph)
+        graph = merged.graph_module if merged else graph
+    graph.recompile()
+    return graph
+
+
+def _same_as(node: torch.fx.Node) -> torch.fx.Node | None:
+    """An earlier node that is the same tensor."""
+    aten, of = torch.ops.aten, node.args[0] if node.args else None
+    if not isinstance(of, torch.fx.Node):
+        return None
+    if node.target in (aten.alias.default, aten.detach.default):
+        return of
+    back = node.target is aten.transpose.int and of.target is aten.transpose.int
+    return of.args[0] if back and set(node.args[1:]) == set(of.args[1:]) else None  # type: ignore[return-value]
 
 
 def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
