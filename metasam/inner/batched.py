@@ -51,6 +51,8 @@ def vmap(function: Callable[..., Any], linears: Sequence[nn.Linear] = ()) -> Cal
             level = _vmap_increment_nesting(count, "different")
             try:
                 found = function(*[_add_batch_dim(t, 0, level) for t in tensors])
+                if isinstance(found, Tensor):
+                    return _remove_batch_dim(found, level, count, 0)
                 return tree_map_only(Tensor, lambda t: _remove_batch_dim(t, level, count, 0), found)
             finally:
                 _vmap_decrement_nesting()
@@ -90,13 +92,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: ``[out, in]`` of one task.
         bias: ``[out]`` of one task.
     """
-    values = (x, weight) if bias is None else (x, weight, bias)
     level = maybe_get_level(weight)
-    if x.ndim < 2 or not all(is_batchedtensor(v) and maybe_get_level(v) == level for v in values):
+    same = maybe_get_level(x) == level and (bias is None or maybe_get_level(bias) == level)
+    if not (same and is_batchedtensor(weight)) or x.ndim < 2:
         return nn.functional.linear(x, weight, bias)
-    x, weight, *rest = (_of_all(v) for v in values)
+    x, weight = _of_all(x), _of_all(weight)
     rows = x if x.ndim == 3 else x.flatten(1, -2)
-    product = torch.baddbmm(rest[0].unsqueeze(1), rows, weight.mT) if rest else torch.bmm(rows, weight.mT)
+    many = torch.bmm if bias is None else partial(torch.baddbmm, _of_all(bias).unsqueeze(1))
+    product = many(rows, weight.mT)
     return _add_batch_dim(product if x.ndim == 3 else product.view(*x.shape[:-1], -1), 0, level)
 
 
