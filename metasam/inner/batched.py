@@ -100,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x if x.ndim == 3 else x.flatten(1, -2)
     many = torch.bmm if bias is None else partial(torch.baddbmm, _of_all(bias).unsqueeze(1))
     product = many(rows, weight.mT)
-    return _add_batch_dim(product if x.ndim == 3 else product.view(*x.shape[:-1], -1), 0, level)
+    return _add_batch_dim(product if x.ndim == 3 else product.view(*x.shape[:-1], weight.shape[1]), 0, level)
 
 
 def _of_all(tensor: Tensor) -> Tensor:
