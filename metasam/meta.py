@@ -645,12 +645,9 @@ class SharpMAML:
             if self.engine_used is None or (loop.training and not self._settled_in_training):
                 self._classes = inner.classes(loop, self._params(), batch)
                 self._check_labels(batch)
-                used, reason = inner.choose(self.engine, loop, self._params(), batch)
-                if used != self.engine_used:
-                    self._kernels = True
-                    self._tried.clear()
-                self.engine_used, self.engine_reason = used, reason
-                self._settled_in_training = loop.training
+                self.engine_used, self.engine_reason = inner.choose(self.engine, loop, self._params(), batch)
+                self._settled_in_training, self._kernels = loop.training, True
+                self._tried.clear()
             for one in (batch, *others):
                 self._try_kernels(loop, one)
             yield self._share(loop, batch)

@@ -84,6 +84,45 @@ def test_a_linear_layer_within_transforms_of_the_users_own():
     assert torch.allclose(jacobian(batched.linear), jacobian(F.linear), rtol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["grad", "vjp", "vmap"])
+def test_a_linear_layer_that_a_transform_of_the_users_own_does_not_reach(how):
+    x, weight, b = normal(3, 5, 4).detach(), normal(3, 2, 4).detach(), normal(3, 2).detach()
+    t = torch.linspace(0, 1, 5, dtype=torch.float64)
+
+    def derivative(linear):
+        def one(x, weight, b):
+            def trunk(t):
+                return (linear(x, weight, b) * t.sin()[:, None]).sum()
+
+            if how == "vmap":
+                return torch.func.vmap(lambda t: trunk(t[None]))(t)
+            return torch.func.grad(trunk)(t) if how == "grad" else torch.func.vjp(trunk, t)[1](trunk(t))[0]
+
+        return torch.vmap(one)(x, weight, b)
+
+    assert torch.allclose(derivative(batched.linear), derivative(F.linear), rtol=1e-12)
+
+
+def test_autocast_is_left_to_torch():
+    x, weight, b = (normal(*s).float().detach() for s in ((3, 5, 4), (3, 2, 4), (3, 2)))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (torch.vmap(f)(x, weight, b) for f in (batched.linear, F.linear))
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+def test_who_patches_linear_layers_is_heard(monkeypatch):
+    x, weight, b = normal(3, 5, 4).detach(), normal(3, 2, 4).detach(), normal(3, 2).detach()
+    model = nn.Sequential(nn.Linear(4, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, x: x)
+        assert batched.linears_of(model) == []
+    assert batched.linears_of(model) == [model[0]]
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "linear", lambda x, weight, bias: 2 * x)
+        assert torch.equal(torch.vmap(batched.linear)(x, weight, b), 2 * x)
+
+
 def test_vmap_is_torchs_containers_random_numbers_and_outputs_that_are_the_same_for_all():
     x = normal(3, 5, 4)
 
@@ -110,7 +149,9 @@ def test_only_layers_that_are_linear_and_nothing_else_are_taken():
     plain, tied = nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     patched = nn.Linear(4, 4)
     patched.forward = lambda x: x
-    model = nn.Sequential(plain, nn.ReLU(), tied, Doubles(4, 4), patched, plain)
+    whole, part = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+    part.compile()
+    model = nn.Sequential(plain, nn.ReLU(), tied, Doubles(4, 4), patched, plain, torch.compile(whole), part)
     assert batched.linears_of(model) == [plain, tied]
 
 

@@ -9,10 +9,11 @@ import time
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metasam import SharpMAML, Task, inner
+from metasam.inner import trial
 
 from .cases import MLP
 
@@ -95,7 +96,7 @@ class Wrong(nn.Module):
         (Blocks, "something else under torch.vmap"),
         (Wrong, "something else under torch.vmap"),
         (Drifts, "something else under torch.vmap"),
-        (lambda: Masks(random.Random(0)), "something else under torch.vmap"),
+        (lambda: Masks(random.Random(0)), "something else each time"),
         (lambda: Masks(random), "something else each time"),
         (lambda: Masks(np.random), "something else each time"),
     ],
@@ -353,6 +354,82 @@ def test_trying_engines_out_leaves_the_generator_alone():
     assert inner.choose("auto", loop, dict(model.named_parameters()), MLP.tasks())[0] == "vmap"
     assert torch.equal(before, torch.get_rng_state())
     assert model[1].training
+
+
+def test_trials_copy_modules_and_containers_and_share_what_else_a_model_holds():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(2, 2)
+            self.data, self.small = torch.zeros(2**20), torch.zeros(3)
+            self.seen, self.layers, self.lock = {"kept": []}, [self.body], threading.Lock()
+            self.body.register_forward_hook(self.keep)
+
+        def keep(self, module, args, output):
+            self.seen["kept"].append(output)
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    model = Holds().double()
+    maml = SharpMAML(model, F.mse_loss, inner_lr=0.1, inner_steps=1, variant="none")
+    copied, loss = trial._copies(maml.loop, Tensor.double)
+    copied(torch.ones(1, 2).double())
+    assert loss is F.mse_loss
+    assert copied.layers[0] is copied.body is not model.body
+    assert (len(copied.seen["kept"]), len(model.seen["kept"])) == (1, 0)
+    assert copied.data is model.data
+    assert copied.lock is model.lock
+    assert copied.small is not model.small
+    assert copied.body.weight is model.body.weight
+
+
+def test_a_forward_that_takes_derivatives_goes_where_it_can():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.requires_grad_()
+                return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 6, 3).double(), torch.randn(4, 6, 3).double()
+    losses = []
+    for engine in ("auto", "higher"):
+        torch.manual_seed(1)
+        maml = SharpMAML(Force().double(), F.mse_loss, inner_lr=0.1, inner_steps=2, engine=engine, variant="none")
+        losses.append(maml.meta_loss(Task((x, y), (x, y))))
+    assert torch.allclose(*losses, rtol=1e-12)
+
+
+def test_a_compiled_model_is_tried_as_it_is():
+    torch.manual_seed(0)
+    calls = []
+
+    class Notes(nn.Module):
+        def forward(self, x):
+            calls.append((self, x.dtype))
+            return x
+
+    class Compiled(nn.Module):
+        """What torch.compile makes of a model, but for compiling it."""
+
+        def __init__(self, model):
+            super().__init__()
+            self._orig_mod = model
+
+        def forward(self, x):
+            return self._orig_mod(x)
+
+    notes = Notes()
+    model = Compiled(nn.Sequential(nn.Linear(3, 8), notes, nn.Linear(8, 1)))
+    maml = SharpMAML(model, F.mse_loss, inner_lr=0.1, inner_steps=1, variant="none")
+    maml.meta_loss(Task((torch.randn(2, 4, 3), torch.randn(2, 4, 1)), (torch.randn(2, 4, 3), torch.randn(2, 4, 1))))
+    assert maml.engine_used == "vmap"
+    assert {(id(m), dtype) for m, dtype in calls} == {(id(notes), torch.float32)}
 
 
 class Quiet(nn.Module):

@@ -24,6 +24,7 @@ try:  # what is public takes longer than it saves: an autograd.Function with a v
         _vmap_increment_nesting,
         get_unwrapped,
         is_batchedtensor,
+        maybe_current_level,
         maybe_get_bdim,
         maybe_get_level,
     )
@@ -32,6 +33,8 @@ try:  # what is public takes longer than it saves: an autograd.Function with a v
     KNOWN = True
 except ImportError:
     KNOWN = False
+
+_FORWARD, _LINEAR = nn.Linear.forward, nn.functional.linear  # as torch has them, before anybody patches them
 
 
 def vmap(function: Callable[..., Any], linears: Sequence[nn.Linear] = ()) -> Callable[..., Any]:
@@ -61,12 +64,19 @@ def vmap(function: Callable[..., Any], linears: Sequence[nn.Linear] = ()) -> Cal
 
 
 def linears_of(model: nn.Module) -> list[nn.Linear]:
-    """The modules that call ``torch.nn.functional.linear`` and do nothing else."""
+    """The modules that call ``torch.nn.functional.linear`` and do nothing else, but for compiled ones."""
+    compiled = {id(part) for m in model.modules() if is_compiled(m) for part in m.modules()}
     return [
         m
         for m in model.modules()
-        if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward and "forward" not in vars(m)
+        if isinstance(m, nn.Linear) and type(m).forward is _FORWARD and "forward" not in vars(m)
+        if id(m) not in compiled
     ]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has wrapped it, or compiled it in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 @contextmanager
@@ -92,15 +102,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: ``[out, in]`` of one task.
         bias: ``[out]`` of one task.
     """
-    level = maybe_get_level(weight)
-    same = maybe_get_level(x) == level and (bias is None or maybe_get_level(bias) == level)
-    if not (same and is_batchedtensor(weight)) or x.ndim < 2:
+    level = maybe_current_level()
+    of_tasks = all(maybe_get_level(v) == level for v in ((x, weight) if bias is None else (x, weight, bias)))
+    if level is None or not (of_tasks and is_batchedtensor(weight) and x.ndim > 1) or _otherwise(x.device):
         return nn.functional.linear(x, weight, bias)
     x, weight = _of_all(x), _of_all(weight)
     rows = x if x.ndim == 3 else x.flatten(1, -2)
     many = torch.bmm if bias is None else partial(torch.baddbmm, _of_all(bias).unsqueeze(1))
     product = many(rows, weight.mT)
     return _add_batch_dim(product if x.ndim == 3 else product.view(*x.shape[:-1], weight.shape[1]), 0, level)
+
+
+def _otherwise(device: torch.device) -> bool:
+    """Whether somebody expects torch's own: who patched it, a compiler, or autocast.
+
+    Under autocast a product is of half precision, and vmap's sum with a bias is not.
+    """
+    patched = nn.functional.linear is not _LINEAR
+    return patched or torch.is_autocast_enabled(device.type) or torch.compiler.is_compiling()
 
 
 def _of_all(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
@@ -56,10 +57,15 @@ vmap saves dispatching, but turns the convolutions of tasks into grouped ones, w
 
 
 def _work(loop: InnerLoop, params: Params, batch: Task) -> int:
-    """Floating point operations of the convolutions and matrix products in one forward over one support set."""
-    with torch.no_grad(), forked(batch.support[0].device), FlopCounterMode(display=False) as counter:
-        loop.forward(params, batch.support[0][0], step=0, clean=False)
-    return counter.get_total_flops()
+    """Floating point operations of the convolutions and matrix products in one forward over one support set.
+
+    0 where they cannot be counted, as in a forward that takes derivatives.
+    """
+    with torch.no_grad(), forked(batch.support[0].device), contextlib.suppress(Exception):
+        with FlopCounterMode(display=False) as counter:
+            loop.forward(params, batch.support[0][0], step=0, clean=False)
+        return counter.get_total_flops()
+    return 0
 
 
 def workers(wanted: int | str, engine: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[int, str]:
@@ -195,7 +201,8 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     entered: list[str] = []
 
     def leave(*_: object) -> None:
-        entered.pop()
+        if entered:  # a module may be another thread's as well
+            entered.pop()
 
     modules = {n: m for n, m in loop.model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     hooks = [m.register_forward_pre_hook(lambda *_, n=n: entered.append(n)) for n, m in modules.items()]

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..types import Params, Task
 from .agree import apart
+from .batched import is_compiled
+from .held import PLAIN
 from .loop import Engine, InnerLoop
 
 
@@ -63,6 +67,8 @@ def compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way
     device = batch.support[0].device
     # a loss may need all of a query set, a module its own precision
     rungs: list[tuple[Cast, Task]] = [(_double, few), (_double, batch), (Tensor.detach, batch)]
+    if any(map(is_compiled, loop.model.modules())):  # for every precision and every copy anew
+        rungs = rungs[-1:]
     for cast, part in rungs:
 
         def found(way: Way, cast: Cast = cast, part: Task = part) -> tuple[Found, bool]:
@@ -118,15 +124,46 @@ def _found(way: Way, loop: InnerLoop, params: Params, whole: Task, part: Task, c
 
 
 def _copies(loop: InnerLoop, cast: Cast) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Of model and loss, with other buffers; the parameters are the same, as others are lent to the model anyway."""
+    """Of the modules of model and loss, and of containers in their attributes; with other buffers.
+
+    Parameters are the same, as others are lent to the model anyway, and so is whatever else is held.
+    """
     loss = loop.loss_fn if isinstance(loop.loss_fn, nn.Module) else nn.Module()
+    if any(map(is_compiled, loop.model.modules())):
+        return loop.model, loop.loss_fn
     memo: dict[int, object] = {id(p): p for p in (*loop.model.parameters(), *loss.parameters())}
     memo |= {id(b): cast(b.detach()).clone() for b in (*loop.model.buffers(), *loss.buffers())}
+    _share([loop.model, loss], memo, set())
     try:
         model, loss = copy.deepcopy((loop.model, loss), memo)
     except Exception:  # whatever a user's module raises when it is copied
         return loop.model, loop.loss_fn
     return model, loss if isinstance(loop.loss_fn, nn.Module) else loop.loss_fn
+
+
+SMALL = 2**16
+"""Numbers in a tensor that is copied with a module's attributes; a larger one is data."""
+
+
+def _share(value: object, memo: dict[int, object], seen: set[int]) -> None:
+    """Add to the memo of a copy what is not to be copied: all but modules, containers and small tensors."""
+    if id(value) in seen or id(value) in memo or isinstance(value, PLAIN):
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        _share(vars(value), memo, seen)
+    elif isinstance(value, MethodType):
+        _share(value.__self__, memo, seen)
+    elif isinstance(value, partial):
+        _share([value.func, value.args, value.keywords], memo, seen)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _share(one, memo, seen)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for one in value:
+            _share(one, memo, seen)
+    elif not (isinstance(value, Tensor) and value.numel() <= SMALL and value.is_leaf):
+        memo[id(value)] = value
 
 
 def _off(got: Found, wanted: Found) -> str | None:
