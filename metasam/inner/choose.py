@@ -16,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..types import Params, Task
 from . import higher, threads, vmap
+from .generators import forked
 from .held import changed, held
 from .kernels import concern
 from .loop import SGD, InnerLoop
-from .trial import Way, compare, forked
+from .trial import Way, compare
 
 
 def choose(wanted: str, loop: InnerLoop, params: Params, batch: Task) -> tuple[str, str]:

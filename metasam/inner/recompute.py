@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import batchnorm
 from ..types import Params
+from . import generators
 from .agree import apart
 from .ends import strangers
 from .loop import Advance, Here, InnerLoop, differentiable, pack
@@ -132,7 +133,7 @@ class _Surroundings:
     def __init__(self, loop: InnerLoop, values: Sequence[Tensor]) -> None:
         self.loop = loop
         self.devices = {torch.device("cpu"), *(v.device for v in values)}
-        self.random, self.modes = _random(self.devices), _modes(loop.model)
+        self.random, self.modes = generators.states(self.devices), _modes(loop.model)
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in {d.type for d in self.devices}
@@ -143,7 +144,7 @@ class _Surroundings:
         """Within: all is as it was; afterwards as before."""
         loop = self.loop
         with ExitStack() as stack:
-            stack.callback(_put_back, _random(self.devices), _modes(loop.model))
+            stack.callback(_put_back, generators.states(self.devices), _modes(loop.model))
             _put_back(self.random, self.modes)
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled))
@@ -152,30 +153,15 @@ class _Surroundings:
             yield
 
 
-Random = dict[torch.device, Tensor]
 Modes = list[tuple[nn.Module, bool]]
-
-
-def _random(devices: Iterable[torch.device]) -> Random:
-    """The state of each device's generator."""
-    return {d: module.get_rng_state(*which) for d in devices for module, which in [_generator(d)]}
-
-
-def _generator(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
-    """What has ``get_rng_state`` and ``set_rng_state``, and their last argument."""
-    if device.type == "cpu":
-        return torch, ()
-    return torch.get_device_module(device), () if device.type == "mps" else (device,)
 
 
 def _modes(model: nn.Module) -> Modes:
     return [(m, m.training) for m in model.modules()]
 
 
-def _put_back(random: Random, modes: Modes) -> None:
-    for device, state in random.items():
-        module, which = _generator(device)
-        module.set_rng_state(state, *which)
+def _put_back(random: generators.States, modes: Modes) -> None:
+    generators.put_back(random)
     for m, training in modes:
         m.training = training
 

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..types import Params, Task
 from .agree import apart
 from .batched import is_compiled
+from .generators import forked
 from .held import PLAIN
 from .loop import Engine, InnerLoop
 
@@ -208,22 +209,3 @@ def _all_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module in dropping:
             module.training = True
-
-
-@contextlib.contextmanager
-def forked(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Within: torch draws at random, and afterwards its generators are where they were.
-
-    Not numpy's nor Python's own, which other threads may draw from meanwhile.
-
-    Yields:
-        What tells whether they have moved.
-    """
-    accelerated = [device] if device.type == "cuda" else []
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in accelerated)]
-
-    before = states()
-    with torch.random.fork_rng(accelerated):
-        yield lambda: not all(torch.equal(a, b) for a, b in zip(before, states(), strict=True))
