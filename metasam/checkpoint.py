@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .errors import first_line
+
 FORMAT = 1
 
 
@@ -72,8 +74,7 @@ def load(path: Path, *, map_location: torch.device | str = "cpu") -> dict[str, A
     except FileNotFoundError:
         raise
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path} is cut short, damaged or no checkpoint: {reason[:100]}") from error
+        raise CheckpointError(f"{path} is cut short, damaged or no checkpoint: {first_line(error)[:100]}") from error
     if not isinstance(payload, dict) or "format" not in payload:
         raise CheckpointError(f"{path} is no checkpoint of metasam: expected a dict with the key 'format'")
     if payload["format"] != FORMAT:
@@ -156,7 +157,7 @@ def _reason(error: BaseException, folder: Path) -> str:
             full = seen.errno in (errno.ENOSPC, errno.EDQUOT)
             return f"no space is left on the disk that holds {folder}" if full else os.strerror(seen.errno).lower()
         seen = seen.__cause__ or seen.__context__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)
 
 
 def _what_is_left(path: Path) -> str:

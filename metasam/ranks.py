@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
+from .errors import first_line
 from .noise import seed
 
 if distributed.is_available():
@@ -228,7 +229,7 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConnectionError(
             f"expected {os.environ['WORLD_SIZE']} processes to meet at {where} within {START.seconds} s, and at least "
-            f"one is gone or out of reach: see what it said, and start all again ({str(error).splitlines()[0]})"
+            f"one is gone or out of reach: see what it said, and start all again ({first_line(error)})"
         ) from error
     try:
         yield Ranks(rank, size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..errors import first_line
 from ..types import Params, Task
 from . import higher, threads, vmap
 from .generators import forked
@@ -222,8 +223,7 @@ def _trial(loop: InnerLoop, params: Params, batch: Task) -> str | None:
         higher.run(short, params, batch)
     module = dict(loop.model.named_modules())[entered[-1]] if entered else loop.model
     where = f"{type(module).__name__} {entered[-1]!r}" if entered and entered[-1] else type(module).__name__
-    reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-    return f"{where} does not run under torch.vmap ({reason}); use engine='higher', or change that module"
+    return f"{where} does not run under torch.vmap ({first_line(failure)}); use engine='higher', or change that module"
 
 
 def _other(loop: InnerLoop, params: Params, batch: Task) -> str | None:

@@ -30,6 +30,7 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import functional
+from ..errors import first_line
 from ..types import Params, Task
 from . import vmap
 from .agree import apart
@@ -137,9 +138,8 @@ class Graphs:
                 found = call(*inputs)
             except (RuntimeError, NotImplementedError, torch._dynamo.exc.TorchDynamoException) as error:
                 what, instead = ("compiled", "traced") if self.compiled else ("traced", "vmap")
-                reason = str(error).strip().splitlines() or [type(error).__name__]
                 raise RuntimeError(
-                    f"the inner loop of this model could not be {what} ({reason[0]}): use engine={instead!r}"
+                    f"the inner loop of this model could not be {what} ({first_line(error)}): use engine={instead!r}"
                 ) from error
         _check(found, wanted)
         self._written.update(changed(before, after))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..errors import first_line
 from ..types import Params, Task
 from .agree import apart
 from .batched import is_compiled
@@ -97,7 +98,7 @@ def compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way
     except Exception as error:  # whatever a user's module raises
         if _is_of_memory(error):
             return Verdict("unknown", "memory that does not suffice")
-        return Verdict("raises", (str(error).strip().splitlines() or [type(error).__name__])[0])
+        return Verdict("raises", first_line(error))
     off = _off(got, wanted)
     if off is None:
         return Verdict("same")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..configure import Config, did_you_mean, flatten, instantiate, locate, naming, offer, parameters, plain
+from ..errors import first_line
 from ..optim import SharpnessAware
 from ..ranks import Ranks
 from .budget import SCHEDULES, Budget
@@ -145,7 +146,7 @@ def _refuse_misfit(
             output = model(x)
         except failures as error:
             raise ValueError(
-                f"model: {names['model']} does not take examples of shape {shape}: {_first_line(error)}; model=mlp "
+                f"model: {names['model']} does not take examples of shape {shape}: {first_line(error)}; model=mlp "
                 f"takes any shape{', such as these features' if len(shape) == 1 else ''}"
             ) from error
         there = list(output.shape[1:]) if isinstance(output, torch.Tensor) else None
@@ -161,7 +162,7 @@ def _refuse_misfit(
             hint = "; class labels need one such as torch.nn.functional.cross_entropy" if source.classification else ""
             raise ValueError(
                 f"loss: {names['loss']} does not take outputs {_shape(output)} with labels {_shape(y)}: "
-                f"{_first_line(error)}{hint}"
+                f"{first_line(error)}{hint}"
             ) from error
     if not isinstance(loss, torch.Tensor) or loss.ndim:
         raise ValueError(f"loss: expected {names['loss']} to give one number, a 0-dim tensor; got {_shape(loss)}")
@@ -169,10 +170,6 @@ def _refuse_misfit(
 
 def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
