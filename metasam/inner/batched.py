@@ -1,8 +1,8 @@
 """``torch.vmap`` of one level, in less time: no containers to look through, and linear layers in one operation each.
 
 vmap takes a linear layer apart, into a product, reshapes and a sum, each with derivatives of its own. Where inputs,
-weights and biases all are those of many tasks, it is one ``baddbmm``. On a small network's inner loop both together
-save a third of the time.
+weights and biases all are those of many tasks, it is one ``baddbmm``. On small networks both together save a
+sixth to a quarter of a meta-step.
 """
 
 from __future__ import annotations

@@ -132,15 +132,15 @@ def use_kernels(engine: str, loop: InnerLoop, params: Params, batch: Task) -> tu
         return False, None
     one = batch.map(lambda t: t[:1])
     verdict = compare(loop, params, one, Way(higher.run), Way(higher.run, kernels=True))
-    return verdict.kind == "same", {
-        "same": None,
-        "unknown": f"on torch's kernels, as {verdict.detail} hides whether the model takes images whose channels lie "
-        "last",
-        "raises": f"on torch's kernels, as the model does not take images whose channels lie last ({verdict.detail})",
-        "differs": f"on torch's kernels, as the model gives something else for images whose channels lie last "
-        f"({verdict.detail})",
-        "not again": f"on torch's kernels, as the model gives something else each time ({verdict.detail})",
+    if verdict.kind == "same":
+        return True, None
+    because = {
+        "unknown": f"{verdict.detail} hides whether the model takes images whose channels lie last",
+        "raises": f"the model does not take images whose channels lie last ({verdict.detail})",
+        "differs": f"the model gives something else for images whose channels lie last ({verdict.detail})",
+        "not again": f"the model gives something else each time ({verdict.detail})",
     }[verdict.kind]
+    return False, f"on torch's kernels, as {because}"
 
 
 def _unshareable(loop: InnerLoop, params: Params, batch: Task) -> str | None:
@@ -230,14 +230,15 @@ def _other(loop: InnerLoop, params: Params, batch: Task) -> str | None:
     """What two tasks at once give else than one after the other; None: nothing, or nothing that could be compared."""
     one_by_one = partial(higher.run, descent=SGD)  # vmap can do without the package
     verdict = compare(loop, params, batch.map(lambda t: t[[0, -1]]), Way(one_by_one), Way(vmap.run))
-    return {
-        "same": None,
-        "unknown": None,
-        "raises": f"it cannot be differentiated under torch.vmap ({verdict.detail}); use engine='higher'",
-        "differs": f"it gives something else under torch.vmap ({verdict.detail}); use engine='higher'",
-        "not again": f"it gives something else each time ({verdict.detail}), as with numbers that numpy draws, "
-        "or a count of its calls, and torch.vmap calls it once for all tasks; use engine='higher'",
+    if verdict.kind in ("same", "unknown"):
+        return None
+    what = {
+        "raises": f"it cannot be differentiated under torch.vmap ({verdict.detail})",
+        "differs": f"it gives something else under torch.vmap ({verdict.detail})",
+        "not again": f"it gives something else each time ({verdict.detail}), as with numbers that numpy draws, or a "
+        "count of its calls, and torch.vmap calls it once for all tasks",
     }[verdict.kind]
+    return f"{what}; use engine='higher'"
 
 
 def classes(loop: InnerLoop, params: Params, batch: Task) -> int | None:

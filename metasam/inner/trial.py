@@ -54,6 +54,8 @@ DOUBLE, SINGLE = Tolerance(1e-6, 1e-4, 1e-12), Tolerance(1e-3, 0.1, 1e-7)
 pool; in double precision nothing of the kind."""
 
 Cast = Callable[[Tensor], Tensor]
+Own = tuple[nn.Module, Callable[..., Tensor]]
+"""A model and a loss to call."""
 Found = dict[str, list[Tensor | None]]
 
 
@@ -64,25 +66,32 @@ def compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way
     in a support set: a whole one in double precision would need more memory than training does. Copies of the model and
     of a loss that is a module are called, where they can be copied: what forward keeps, it keeps there.
     """
+    try:
+        return _compare(loop, params, batch, plain, other)
+    except Exception as error:
+        if _is_of_memory(error):
+            return Verdict("unknown", "memory that does not suffice")
+        raise
+
+
+def _compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way) -> Verdict:
     every = max(1, batch.query[0].shape[1] // batch.support[0].shape[1])
     few = Task(batch.support, (batch.query[0][:, ::every], batch.query[1][:, ::every]))
     device = batch.support[0].device
+    compiled = any(map(is_compiled, loop.model.modules()))  # for every precision and every copy anew
     # a loss may need all of a query set, a module its own precision
     rungs: list[tuple[Cast, Task]] = [(_double, few), (_double, batch), (Tensor.detach, batch)]
-    if any(map(is_compiled, loop.model.modules())):  # for every precision and every copy anew
-        rungs = rungs[-1:]
-    for cast, part in rungs:
 
-        def found(way: Way, cast: Cast = cast, part: Task = part) -> tuple[Found, bool]:
-            with forked(device) as moved, _precision_of(device, cast):
-                return _found(way, loop, params, batch, part, cast), moved()
+    def found(way: Way, cast: Cast, part: Task) -> tuple[Found, bool]:
+        with forked(device) as moved, _precision_of(device, cast):
+            own = (loop.model, loop.loss_fn) if compiled else _copies(loop, cast)
+            return _found(way, loop, own, params, batch, part, cast), moved()
 
+    for cast, part in rungs[-1:] if compiled else rungs:
         try:
-            wanted, drawn = found(plain)
+            wanted, drawn = found(plain, cast, part)
         except Exception as error:
-            if _is_of_memory(error):
-                return Verdict("unknown", "memory that does not suffice")
-            if cast is Tensor.detach:
+            if cast is Tensor.detach or _is_of_memory(error):
                 raise  # the caller's error
             continue
         if all(math.isfinite(apart(v, v)[1]) for v in wanted.values()):
@@ -94,20 +103,21 @@ def compare(loop: InnerLoop, params: Params, batch: Task, plain: Way, other: Way
     if cast is Tensor.detach and _is_coarse(device, [*params.values(), *batch.support, *batch.query]):
         return Verdict("unknown", "half precision")
     try:
-        got, _ = found(other)
+        got, _ = found(other, cast, part)
     except Exception as error:  # whatever a user's module raises
         if _is_of_memory(error):
-            return Verdict("unknown", "memory that does not suffice")
+            raise
         return Verdict("raises", first_line(error))
     off = _off(got, wanted)
     if off is None:
         return Verdict("same")
-    return Verdict("differs", off) if _off(found(plain)[0], wanted) is None else Verdict("not again", off)
+    again, _ = found(plain, cast, part)
+    return Verdict("differs" if _off(again, wanted) is None else "not again", off)
 
 
-def _found(way: Way, loop: InnerLoop, params: Params, whole: Task, part: Task, cast: Cast) -> Found:
-    """Query losses of ``whole`` after one inner step; losses and meta-gradient of a part of it."""
-    model, loss_fn = _copies(loop, cast)
+def _found(way: Way, loop: InnerLoop, own: Own, params: Params, whole: Task, part: Task, cast: Cast) -> Found:
+    """Query losses of ``whole`` after one inner step of ``own``; losses and meta-gradient of a part of it."""
+    model, loss_fn = own
     per_step = copy.copy(loop.per_step)
     if per_step is not None:
         per_step.buffers = {k: cast(b) for k, b in per_step.buffers.items()}
@@ -125,14 +135,12 @@ def _found(way: Way, loop: InnerLoop, params: Params, whole: Task, part: Task, c
     return {"loss": [losses, few.detach()], "meta-gradient": [*grads]}
 
 
-def _copies(loop: InnerLoop, cast: Cast) -> tuple[nn.Module, Callable[..., Tensor]]:
+def _copies(loop: InnerLoop, cast: Cast) -> Own:
     """Of the modules of model and loss, and of containers in their attributes; with other buffers.
 
     Parameters are the same, as others are lent to the model anyway, and so is whatever else is held.
     """
     loss = loop.loss_fn if isinstance(loop.loss_fn, nn.Module) else nn.Module()
-    if any(map(is_compiled, loop.model.modules())):
-        return loop.model, loop.loss_fn
     memo: dict[int, object] = {id(p): p for p in (*loop.model.parameters(), *loss.parameters())}
     memo |= {id(b): cast(b.detach()).clone() for b in (*loop.model.buffers(), *loss.buffers())}
     _share([loop.model, loss], memo, set())
