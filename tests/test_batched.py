@@ -19,6 +19,11 @@ def normal(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
+def of_tasks():
+    """Input, weight and bias of three tasks."""
+    return [normal(3, *shape).detach() for shape in ((5, 4), (2, 4), (2,))]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -73,7 +78,7 @@ def test_whatever_is_the_same_for_all_tasks_and_wherever_their_dimension_is(of_a
 
 
 def test_a_linear_layer_within_transforms_of_the_users_own():
-    x, weight, b = normal(3, 5, 4).detach(), normal(3, 2, 4).detach(), normal(3, 2).detach()
+    x, weight, b = of_tasks()
 
     def jacobian(linear):
         def one(x, weight, b):
@@ -86,7 +91,7 @@ def test_a_linear_layer_within_transforms_of_the_users_own():
 
 @pytest.mark.parametrize("how", ["grad", "vjp", "vmap"])
 def test_a_linear_layer_that_a_transform_of_the_users_own_does_not_reach(how):
-    x, weight, b = normal(3, 5, 4).detach(), normal(3, 2, 4).detach(), normal(3, 2).detach()
+    x, weight, b = of_tasks()
     t = torch.linspace(0, 1, 5, dtype=torch.float64)
 
     def derivative(linear):
@@ -104,7 +109,7 @@ def test_a_linear_layer_that_a_transform_of_the_users_own_does_not_reach(how):
 
 
 def test_autocast_is_left_to_torch():
-    x, weight, b = (normal(*s).float().detach() for s in ((3, 5, 4), (3, 2, 4), (3, 2)))
+    x, weight, b = (t.float() for t in of_tasks())
     with torch.autocast("cpu", torch.bfloat16):
         found, wanted = (torch.vmap(f)(x, weight, b) for f in (batched.linear, F.linear))
     assert found.dtype == wanted.dtype
@@ -112,7 +117,7 @@ def test_autocast_is_left_to_torch():
 
 
 def test_who_patches_linear_layers_is_heard(monkeypatch):
-    x, weight, b = normal(3, 5, 4).detach(), normal(3, 2, 4).detach(), normal(3, 2).detach()
+    x, weight, b = of_tasks()
     model = nn.Sequential(nn.Linear(4, 2))
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", lambda self, x: x)

@@ -149,6 +149,10 @@ def images(rows=6, queries=12):
     return Task((torch.randn(3, rows, 3, 8, 8), y), (torch.randn(3, queries, 3, 8, 8), qy))
 
 
+def network(*norm):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), *norm, nn.ReLU(), nn.Linear(16, 3))
+
+
 PARTICULAR = ["buffers", "a precision of its own", "a tensor that is kept", "a buffer that is made", "no finite loss"]
 
 
@@ -271,8 +275,7 @@ def test_trials_do_not_write_to_a_loss(engine):
 
     torch.manual_seed(0)
     loss = Counts()
-    norm = nn.BatchNorm1d(16, track_running_stats=False)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), norm, nn.ReLU(), nn.Linear(16, 3))
+    model = network(nn.BatchNorm1d(16, track_running_stats=False))
     maml = SharpMAML(model, loss, inner_lr=0.1, inner_steps=1, engine=engine, variant="none", workers=1)
     found = inner.choose(engine, maml.loop, dict(model.named_parameters()), images())
     assert found[0] == engine
@@ -287,16 +290,16 @@ def test_learners_in_threads_may_share_a_loss():
     loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))
     failures = []
 
-    def train(seed):
+    def train():
         try:
-            model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+            model = network(nn.BatchNorm1d(16))
             for engine in ("auto", "higher"):
                 maml = SharpMAML(model, loss, inner_lr=0.1, inner_steps=1, engine=engine, variant="none", workers=1)
                 maml.meta_loss(images()).backward()
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=train) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -318,7 +321,7 @@ def test_other_threads_may_draw_from_numpy_meanwhile():
     thread.start()
     try:
         for _ in range(3):
-            model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 3))
+            model = network()
             maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, engine="vmap", variant="none")
             maml.meta_loss(images())
     finally:
@@ -335,7 +338,7 @@ def test_a_trial_that_memory_does_not_suffice_for_tells_nothing(engine, monkeypa
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
     monkeypatch.setattr("metasam.inner.trial._found", short)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    model = network(nn.BatchNorm1d(16))
     maml = SharpMAML(model, F.cross_entropy, inner_lr=0.1, inner_steps=1, engine=engine, variant="none", workers=1)
     maml.meta_loss(images()).backward()
     assert maml.engine_used == engine
